@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+# Thin on purpose: each target is one command that can also be typed.
+SHELL := /bin/bash
+CACHE := $(or $(LLMFLEET_CACHE),$(HOME)/.cache/llmfleet)
+export PATH := $(CACHE)/venv/bin:$(PATH)
+.DEFAULT_GOAL := help
+.PHONY: help setup lint unit contract sanity collection molecule fresh test test-full demo demo-down lock clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: ## Install packages, Python environment and wheels (Debian 12, Ubuntu 24.04)
+	tools/setup
+
+lint unit contract sanity collection fresh: ## Run one test stage (the set-up first, where it is missing)
+	tools/test --only setup,$@
+
+molecule: ## Run the Molecule scenarios
+	tools/test --only setup,molecule-default,molecule-numa
+
+test: ## Run everything that continuous integration runs
+	tools/test
+
+test-full: ## The same, going on after a failed stage
+	tools/test --keep-going
+
+demo: setup ## Build the demo hosts, deploy, ask a question
+	tools/demo up
+
+demo-down: ## Remove everything that the demo made
+	tools/demo down
+
+lock: ## Resolve requirements/controller.in anew
+	tools/lock
+
+clean: ## Remove what tools left in the tree (caches stay in $(CACHE))
+	git clean -qfdX

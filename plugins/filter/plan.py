@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Filters around the plan: compute it, print it, and write its values into unit files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ansible.errors import AnsibleFilterError
+from ansible_collections.llmfleet.sglang.plugins.module_utils import _plan, _systemd
+
+_VARIABLES = ("ansible_host", "plan_instances", *_plan.DEFAULTS, *_plan.NEIGHBOURS)
+
+
+def _fleet(hostvars: Mapping[str, Any], hosts: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The variables that a plan reads, of every host named; a host of the inventory without them is planned too."""
+    return {host: {name: hostvars[host][name] for name in _VARIABLES if name in hostvars[host]} for host in hosts}
+
+
+def plan(
+    hostvars: Mapping[str, Any],
+    host: str,
+    hosts: Sequence[str],
+    artefacts: Mapping[str, Any],
+    facts: Mapping[str, Any] | None = None,
+    monitor: str | None = None,
+) -> dict[str, Any]:
+    if host not in hosts:
+        raise AnsibleFilterError(f"{host} is not among the planned hosts {', '.join(hosts)}: put it into the group sglang")
+    return _plan.make_plan(host, _fleet(hostvars, hosts), artefacts, facts, monitor)
+
+
+def scrape_targets(hostvars: Mapping[str, Any], hosts: Sequence[str], monitor: str) -> list[dict[str, Any]]:
+    fleet = {name: _plan.parse_wants(name, variables) for name, variables in _fleet(hostvars, hosts).items()}
+    try:
+        return _plan.scrape_targets(fleet, monitor)
+    except _plan.Refused as refused:
+        raise AnsibleFilterError(_plan.refusal_text([refused.on(monitor)])) from refused
+
+
+def systemd_exec(argv: Sequence[str]) -> str:
+    return _written(_systemd.exec_line, argv)
+
+
+def systemd_environment(environment: Mapping[str, str]) -> str:
+    return _written(_systemd.environment_file, environment)
+
+
+def _written(write: Callable[[Any], str], value: Any) -> str:
+    try:
+        return write(value)
+    except ValueError as error:
+        raise AnsibleFilterError(f"cannot be written for systemd: {error}") from error
+
+
+class FilterModule:
+    """The filters of this file, for Ansible."""
+
+    def filters(self) -> dict[str, Callable[..., Any]]:
+        return {
+            "plan": plan,
+            "refusal_text": _plan.refusal_text,
+            "scrape_targets": scrape_targets,
+            "systemd_environment": systemd_environment,
+            "systemd_exec": systemd_exec,
+        }

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write values into unit and environment files so that systemd reads back exactly the same bytes, and read units' state.
+
+PRIVATE to the collection.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+_PLAIN = re.compile(r"[A-Za-z0-9_@+=:,./-]+")
+_ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def quote_argument(argument: str) -> str:
+    """One argument of an ExecStart= line.
+
+    systemd splits the line as a shell would, undoes C escapes, expands ``$NAME`` and ``%`` specifiers
+    (systemd.service(5), "COMMAND LINES"): all four are neutralised here. Raises ValueError for a NUL byte.
+    """
+    if "\0" in argument:
+        raise ValueError("an argument of a unit cannot hold a NUL byte")
+    escaped = argument.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
+    escaped = escaped.replace("\n", "\\n").replace("\t", "\\t").replace("\r", "\\r")
+    return escaped if _PLAIN.fullmatch(argument) else f'"{escaped}"'
+
+
+def exec_line(argv: Sequence[str]) -> str:
+    """A whole command line for ExecStart=, one argument per line so that a diff shows what changed."""
+    return " \\\n    ".join(quote_argument(argument) for argument in argv)
+
+
+def environment_file(environment: Mapping[str, str]) -> str:
+    """The text of an EnvironmentFile=, sorted by name.
+
+    Inside double quotes systemd takes a backslash away only before ``"``, ``\\``, `````, ``$`` and a newline
+    (systemd.exec(5)), and expands nothing. Raises ValueError for a name or value that cannot be written.
+    """
+    lines = []
+    for name in sorted(environment):
+        if _ENVIRONMENT_NAME.fullmatch(name) is None:
+            raise ValueError(f"{name!r} is not a name of an environment variable")
+        value = environment[name]
+        if "\0" in value:
+            raise ValueError(f"the value of {name} holds a NUL byte")
+        escaped = re.sub(r'(["\\`$])', r"\\\1", value)
+        lines.append(f'{name}="{escaped}"\n')
+    return "".join(lines)
+
+
+SHOW_PROPERTIES = (
+    "Id",
+    "LoadState",
+    "ActiveState",
+    "SubState",
+    "UnitFileState",
+    "MainPID",
+    "NRestarts",
+    "FragmentPath",
+    "ActiveEnterTimestampMonotonic",
+    "Result",
+    "NeedDaemonReload",
+)
+
+
+def parse_show(text: str) -> list[dict[str, str]]:
+    """The blocks of ``systemctl show`` (separated by empty lines), each as a mapping of property to value."""
+    blocks = []
+    for block in re.split(r"\n\s*\n", text.strip()):
+        properties = dict(line.split("=", 1) for line in block.splitlines() if "=" in line)
+        if properties:
+            blocks.append(properties)
+    return blocks
+
+
+def unit_state(properties: Mapping[str, str], environment_of: Callable[[int], bytes]) -> dict[str, object]:
+    """What a reader needs of one unit. ``environment_of(pid)`` gives the bytes of /proc/<pid>/environ.
+
+    ``fingerprint`` is what the *running* process was started with (LLMFLEET_FINGERPRINT), empty when none runs; the
+    unit file may already say something else.
+    """
+    pid = int(properties.get("MainPID") or 0)
+    fingerprint = ""
+    if pid > 0:
+        for entry in environment_of(pid).split(b"\0"):
+            name, _sep, value = entry.partition(b"=")
+            if name == b"LLMFLEET_FINGERPRINT":
+                fingerprint = value.decode("utf-8", "replace")
+    return {
+        "loaded": properties.get("LoadState") == "loaded",
+        "active_state": properties.get("ActiveState", "inactive"),
+        "sub_state": properties.get("SubState", ""),
+        "enabled": properties.get("UnitFileState") == "enabled",
+        "main_pid": pid,
+        "restarts": int(properties.get("NRestarts") or 0),
+        "result": properties.get("Result", ""),
+        "path": properties.get("FragmentPath", ""),
+        "started_monotonic_us": int(properties.get("ActiveEnterTimestampMonotonic") or 0),
+        "needs_daemon_reload": properties.get("NeedDaemonReload") == "yes",
+        "fingerprint": fingerprint,
+    }

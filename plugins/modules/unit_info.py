@@ -1,0 +1,85 @@
+#!/usr/bin/python
+# Copyright (c) 2026, llmfleet developers
+# Apache License 2.0, or GNU General Public License v3.0+ (https://www.gnu.org/licenses/gpl-3.0.txt), at your choice
+# SPDX-License-Identifier: Apache-2.0 OR GPL-3.0-or-later
+"""Ansible module: read the state of systemd units."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: unit_info
+short_description: Read the state of systemd units, and what their running process was started with
+version_added: 0.1.0
+author: llmfleet developers (@llmfleet)
+description:
+  - Reads unit properties, and the fingerprint in the environment of the running main process.
+  - A unit that does not exist is reported as not loaded, so that an empty host can be read too.
+options:
+  units:
+    description: Unit names with their suffix.
+    type: list
+    elements: str
+    required: true
+attributes:
+  check_mode:
+    support: full
+    description: Reads only.
+  diff_mode:
+    support: none
+    description: Reads only.
+"""
+
+EXAMPLES = r"""
+- name: Read what runs
+  llmfleet.sglang.unit_info:
+    units: [llmfleet-prefill.service]
+  register: running
+"""
+
+RETURN = r"""
+units:
+  description: State by unit name.
+  returned: success
+  type: dict
+  sample:
+    llmfleet-prefill.service:
+      active_state: active
+      enabled: true
+      fingerprint: 0123456789abcdef
+      loaded: true
+      main_pid: 4711
+      needs_daemon_reload: false
+      path: /etc/systemd/system/llmfleet-prefill.service
+      restarts: 0
+      result: success
+      started_monotonic_us: 81234567
+      sub_state: running
+"""
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.llmfleet.sglang.plugins.module_utils._systemd import SHOW_PROPERTIES, parse_show, unit_state
+
+
+def environment_of(pid: int) -> bytes:
+    """The environment a process was started with; nothing if it has just ended."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as stream:
+            return stream.read()
+    except OSError:
+        return b""
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={"units": {"type": "list", "elements": "str", "required": True}}, supports_check_mode=True
+    )
+    units = {}
+    for unit in module.params["units"]:
+        command = ["systemctl", "show", f"--property={','.join(SHOW_PROPERTIES)}", "--", unit]
+        _rc, out, _err = module.run_command(command, check_rc=True)
+        units[unit] = unit_state(parse_show(out)[0], environment_of)
+    module.exit_json(changed=False, units=units)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,378 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan: what it says for sound input, what it refuses, and what holds for every input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ansible_collections.llmfleet.sglang.plugins.module_utils import _plan
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.plugins.module_utils.plan_cases import (
+    ARTEFACTS,
+    GIB,
+    HOST,
+    decode,
+    facts,
+    prefill,
+    router,
+    variables,
+)
+
+ROOT = Path(__file__).parents[4]
+
+
+def plan(fleet: dict[str, Any], found: dict[str, Any] | None = None, host: str = HOST) -> dict[str, Any]:
+    return _plan.make_plan(host, fleet, ARTEFACTS, found)
+
+
+def codes(made: dict[str, Any]) -> list[str]:
+    return [refusal["code"] for refusal in made["refusals"]]
+
+
+def instance(made: dict[str, Any], name: str) -> dict[str, Any]:
+    return next(entry for entry in made["instances"] if entry["name"] == name)
+
+
+def option(argv: list[str], flag: str) -> str:
+    return argv[argv.index(flag) + 1]
+
+
+# ------------------------------------------------------------------------------------------------------- sound input
+
+
+def test_the_reference_host() -> None:
+    made = plan({HOST: variables(plan_engine_args={"context-length": 524288})}, facts())
+    assert made["refusals"] == []
+    first, second, third = (instance(made, name) for name in ("prefill", "decode", "router"))
+    assert first["binding"] == ["/usr/bin/numactl", "--cpunodebind=0", "--membind=0"]
+    assert second["nodes"] == [1]
+    assert first["environment"]["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+    assert second["environment"]["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert option(first["argv"], "--disaggregation-bootstrap-port") == "8998"
+    assert option(second["argv"], "--tp-size") == "4"
+    assert option(second["argv"], "--context-length") == "524288"
+    assert "--disaggregation-bootstrap-port" not in second["argv"]
+    assert third["argv"][1:8] == [
+        "launch",
+        "--pd-disaggregation",
+        "--prefill",
+        "http://127.0.0.1:30000",
+        "8998",
+        "--decode",
+        "http://127.0.0.1:30002",
+    ]
+    assert option(third["argv"], "--host") == "0.0.0.0"
+    assert third["url"] == "http://127.0.0.1:30001"
+    assert first["ports"] == {"http": 30000, "bootstrap": 8998}
+    assert made["model"] == {"path": "/srv/models/flash", "served_name": "flash"}
+
+
+def test_the_routers_metrics_stay_on_loopback_unless_prometheus_is_elsewhere() -> None:
+    assert instance(plan({HOST: variables()}), "router")["metrics"]["host"] == "127.0.0.1"
+    elsewhere = _plan.make_plan(HOST, {HOST: variables(gpu_exporter_listen_address="::")}, ARTEFACTS, None, "mon")
+    # Its engines listen on loopback, which a Prometheus elsewhere cannot reach.
+    assert codes(elsewhere) == ["loopback"]
+
+
+def test_the_cpu_device_brings_its_own_flags_and_takes_no_gpus() -> None:
+    made = plan({HOST: variables(prefill(gpus=[]), decode(gpus=[]), router(), plan_device="cpu")}, facts())
+    assert made["refusals"] == []
+    argv = instance(made, "decode")["argv"]
+    assert option(argv, "--device") == "cpu"
+    assert option(argv, "--disaggregation-decode-retraction-backup") == "cpu_tensor"
+    assert "--sleep-on-idle" in argv
+    assert "CUDA_VISIBLE_DEVICES" not in instance(made, "decode")["environment"]
+    assert instance(made, "decode")["binding"] == []
+
+
+def test_an_instances_flags_come_after_the_hosts() -> None:
+    fleet = {HOST: variables(prefill(args={"page-size": 64}), decode(), router(), plan_engine_args={"page-size": 1})}
+    made = plan(fleet)
+    assert option(instance(made, "prefill")["argv"], "--page-size") == "64"
+    assert option(instance(made, "decode")["argv"], "--page-size") == "1"
+
+
+def test_preferred_binding_names_one_node_and_none_binds_nothing() -> None:
+    spread = variables(prefill(gpus=[3, 4]), decode(gpus=[5]), router(), plan_numa_policy="preferred")
+    assert instance(plan({HOST: spread}, facts()), "prefill")["binding"][1:] == ["--cpunodebind=0,1", "--preferred=0"]
+    free = variables(plan_numa_policy="none")
+    assert instance(plan({HOST: free}, facts()), "prefill")["binding"] == []
+
+
+def test_numbers_may_come_as_text_since_extra_variables_are_text() -> None:
+    as_text = prefill(port="30000", bootstrap_port="8998", tp_size="4", gpus=["0", "1", "2", "3"])
+    assert plan({HOST: variables(as_text, decode(), router())}) == plan({HOST: variables()})
+
+
+@pytest.mark.parametrize(("value", "argv"), [("false", []), (False, []), ("no", []), (None, []), ("True", ["--x"])])
+def test_text_booleans_are_booleans(value: Any, argv: list[str]) -> None:
+    assert _plan.render_flags({"x": value}) == argv
+
+
+def test_flag_values_of_every_shape() -> None:
+    flags = {"c": [1, 2], "a": {"k": True}, "b": 0.5, "d": "0"}
+    assert _plan.render_flags(flags) == ["--a", '{"k":true}', "--b", "0.5", "--c", "1", "2", "--d", "0"]
+
+
+def test_a_group_over_two_hosts_is_reached_by_address() -> None:
+    fleet = {
+        "a": variables(prefill(host="0.0.0.0"), router(), ansible_host="2001:db8::1"),
+        "b": variables(decode(host="192.0.2.12"), ansible_host="192.0.2.12"),
+    }
+    made = plan(fleet, facts(), "a")
+    # Prometheus on "a" cannot reach the exporter on b's loopback: that is the only thing wrong here.
+    assert codes(made) == ["loopback"]
+    fleet["b"]["gpu_exporter_listen_address"] = "192.0.2.12"
+    made = plan(fleet, facts(), "a")
+    assert made["refusals"] == []
+    assert made["groups"]["pd0"]["decode"][0]["url"] == "http://192.0.2.12:30002"
+    assert "http://[2001:db8::1]:30000" in instance(made, "router")["argv"]
+    assert [target["address"] for target in made["scrape"][0]["targets"]] == ["[2001:db8::1]:30000", "192.0.2.12:30002"]
+    from_b = _plan.make_plan("b", fleet, ARTEFACTS, facts(), monitor="a")
+    assert from_b["refusals"] == []
+    assert from_b["groups"] == made["groups"]
+    assert from_b["scrape"] == made["scrape"]
+
+
+def test_a_queue_bound_that_the_engine_ignores_is_warned_about() -> None:
+    made = plan({HOST: variables(plan_engine_args={"max-queued-requests": 32})})
+    assert [warning.split(":")[0] for warning in made["warnings"]] == ["prefill", "decode"]
+    assert "router" in made["warnings"][0]
+
+
+def test_scrape_targets_name_every_instance_and_exporter() -> None:
+    made = plan({HOST: variables()})
+    assert {job["job"]: [t["address"] for t in job["targets"]] for job in made["scrape"]} == {
+        "sglang": ["127.0.0.1:30002", "127.0.0.1:30000"],
+        "router": ["127.0.0.1:29000"],
+        "gpu_exporter": ["127.0.0.1:9101"],
+    }
+    assert made["scrape"][0]["targets"][0]["labels"] == {
+        "host": HOST,
+        "instance_name": "decode",
+        "role": "decode",
+        "group": "pd0",
+    }
+
+
+# --------------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("fleet", "code", "found", "cure"),
+    [
+        (variables(prefill(), decode(port=30000), router()), "port_shared", "port 30000", "own port"),
+        (variables(prefill(), decode(), router(metrics_port=9101)), "port_shared", "gpu_exporter", "own port"),
+        (variables(prefill(), decode(gpus=[3, 4]), router()), "gpu_shared", "gpu 3", "one instance"),
+        (variables(prefill(role="prefil"), decode(), router()), "role", "'prefil'", "role"),
+        (variables(prefill(bootstrap_port=None), decode(), router()), "bootstrap_port", "'prefill'", "8998"),
+        (variables(prefill(numa_nodes=[-1]), decode(), router()), "numa_node", "[-1]", "leave numa_nodes out"),
+        (variables(prefill(), decode(numa_node=1), router()), "instance_key", "numa_node", "spelling"),
+        (variables(plan_instances=[]), "no_instances", "no instance", "plan_instances"),
+        (variables(plan_instances="prefill"), "no_instances", "'prefill'", "plan_instances"),
+        (variables(prefill(), router()), "group_incomplete", "no decode", "decode"),
+        (variables(prefill(), decode(), router(), plan_device="tpu"), "choice", "'tpu'", "plan_device"),
+        (variables(plan_engine_version="0.4.0"), "choice", "0.4.0", "plan_engine_version"),
+        (variables(plan_engine_args={"port": 1}), "flag_owned", "port", "remove port"),
+        (variables(plan_engine_args={"--tp": 1}), "flag", "'--tp'", "rename"),
+        (variables(plan_engine_args={"max-queued-requests": 0}), "queue_bound", "0", "raise it"),
+        (variables(prefill(port=70000), decode(), router()), "port", "70000", "valid port"),
+        (variables(prefill(port="http"), decode(), router()), "type", "'http'", "number"),
+        (variables(prefill(name="Pre fill"), decode(), router()), "name", "'Pre fill'", "name"),
+        (variables(prefill(), decode(name="prefill"), router()), "name_shared", "prefill", "own name"),
+        (variables(prefill(tp_size=3), decode(), router()), "tp_size", "3", "divisor"),
+        (variables(prefill(gpus=[]), decode(), router()), "gpu_none", "no gpus", "set gpus"),
+        (variables(prefill(), decode(), router(gpus=[1])), "gpu_unused", "router", "remove"),
+        (variables(plan_device="cpu"), "gpu_unused", "[0, 1, 2, 3]", "remove"),
+        (variables(plan_model_path="models/flash"), "model_path", "'models/flash'", "plan_model_path"),
+        (variables(plan_engine_args=["a"]), "type", "plan_engine_args", "mapping"),
+    ],
+)
+def test_bad_inventory_is_refused(fleet: dict[str, Any], code: str, found: str, cure: str) -> None:
+    made = plan({HOST: fleet}, facts())
+    refusal = next((entry for entry in made["refusals"] if entry["code"] == code), None)
+    assert refusal is not None, made["refusals"]
+    assert refusal["host"] == HOST
+    assert found in refusal["found"]
+    assert cure in f"{refusal['expected']} {refusal['cure']}"
+    assert made["instances"] == []
+
+
+def _paths(**changes: Any) -> dict[str, Any]:
+    found = facts()["paths"]
+    for name, change in changes.items():
+        path = {"root": "/opt/llmfleet", "model": "/srv/models/flash", "config": "/srv/models/flash/config.json"}[name]
+        found[path] |= change
+    return found
+
+
+SQUATTER = {"pid": 99, "unit": "", "command": "python3 -m http.server 30000", "addresses": ["0.0.0.0"]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "found", "cure"),
+    [
+        ({"topology": {"nodes": [{"id": 0}], "gpus": []}}, "gpu_missing", "GPU 0", "nvidia-smi"),
+        ({"paths": _paths(model={"exists": False})}, "model_missing", "folder", "model_source"),
+        ({"paths": _paths(config={"exists": False})}, "model_missing", "config.json", "model_source"),
+        ({"paths": _paths(config={"unreadable": "/srv/models"})}, "model_unreadable", "/srv/models", "chmod"),
+        ({"paths": _paths(root={"free": 3 * GIB})}, "disk", "3.0 GiB free at /opt/llmfleet", "16.0 GiB for the engine"),
+        ({"os": {"distribution": "Fedora", "major": "41", "arch": "x86_64"}}, "os", "Fedora 41", "Debian 12"),
+        ({"os": {"distribution": "Debian", "major": "12", "arch": "aarch64"}}, "arch", "aarch64", "x86_64"),
+        ({"ports": {"30000": SQUATTER}}, "port_taken", "PID 99", "another port"),
+        ({"model_source": {"exists": False, "path": "/m"}}, "model_source", "/m", "model_source"),
+    ],
+)
+def test_a_host_that_cannot_run_the_plan_is_refused(changes: dict[str, Any], code: str, found: str, cure: str) -> None:
+    made = plan({HOST: variables()}, facts(**changes))
+    assert code in codes(made)
+    refusal = next(entry for entry in made["refusals"] if entry["code"] == code)
+    assert found in refusal["found"]
+    assert cure in f"{refusal['expected']} {refusal['cure']}"
+
+
+def test_a_gpu_whose_node_is_unknown_is_never_guessed() -> None:
+    found = facts()
+    for gpu in found["topology"]["gpus"]:
+        gpu["numa_node"] = None
+    assert codes(plan({HOST: variables()}, found)) == ["numa_unknown", "numa_unknown"]
+    said = variables(prefill(numa_nodes=[0]), decode(numa_nodes=[1]), router())
+    assert instance(plan({HOST: said}, found), "decode")["nodes"] == [1]
+    assert codes(plan({HOST: variables(plan_numa_policy="none")}, found)) == []
+
+
+def test_a_node_that_the_host_has_not_is_refused() -> None:
+    made = plan({HOST: variables(prefill(numa_nodes=[7]), decode(), router())}, facts())
+    assert codes(made) == ["numa_node"]
+    assert made["refusals"][0]["expected"] == "nodes of this host: 0, 1"
+
+
+def test_a_model_to_be_copied_needs_room_only_for_what_is_missing() -> None:
+    source = {"exists": True, "is_dir": True, "path": "/m", "size": 90 * GIB}
+    made = plan({HOST: variables()}, facts(model_source=source))
+    assert codes(made) == ["disk"]
+    copied = _paths(model={"size": 90 * GIB})
+    assert plan({HOST: variables()}, facts(model_source=source, paths=copied))["refusals"] == []
+
+
+def test_a_set_that_the_manifest_has_not_is_refused() -> None:
+    bare = {"artefacts": [entry for entry in ARTEFACTS["artefacts"] if entry["sets"] != ["engine-0.5.23-cuda"]]}
+    made = _plan.make_plan(HOST, {HOST: variables()}, bare, facts())
+    assert codes(made) == ["artefacts"]
+    assert "engine-0.5.23-cpu" in made["refusals"][0]["expected"]
+
+
+def test_two_sides_of_a_group_that_disagree_are_refused() -> None:
+    fleet = {
+        "a": variables(prefill(host="0.0.0.0"), router(), plan_model_path="/x"),
+        "b": variables(decode(host="192.0.2.12"), gpu_exporter_listen_address="0.0.0.0", plan_model_path="/y"),
+    }
+    made = plan(fleet, None, "a")
+    assert codes(made) == ["group_disagrees"]
+    assert made["refusals"][0]["found"] == "plan_model_path of group pd0 is '/x' on a, '/y' on b"
+
+
+def test_a_peer_that_is_refused_is_named() -> None:
+    fleet = {
+        "a": variables(prefill(host="192.0.2.11"), router()),
+        "b": variables(decode(host="192.0.2.12"), plan_engine_version="0.1"),
+    }
+    refusals = plan(fleet, None, "a")["refusals"]
+    assert [entry["cure"] for entry in refusals if entry["code"] == "peer"] == ["correct b first"]
+
+
+def test_loopback_across_hosts_is_refused() -> None:
+    fleet = {"a": variables(prefill(), router()), "b": variables(decode(host="192.0.2.12"))}
+    assert "loopback" in codes(plan(fleet, None, "a"))
+
+
+def test_refusals_read_as_found_expected_to_do() -> None:
+    text = _plan.refusal_text(plan({HOST: variables(plan_device="cpu")})["refusals"])
+    assert text.splitlines()[:3] == [
+        "gpu1: found prefill has gpus [0, 1, 2, 3]",
+        "  expected: no gpus, since plan_device is cpu",
+        "  to do: remove gpus",
+    ]
+
+
+# ------------------------------------------------------------------------------------------- what holds for all input
+
+
+def test_the_plan_does_not_move_when_its_services_run() -> None:
+    before = plan({HOST: variables()}, facts())
+    running = facts(
+        releases=[before["engine"]["dir"], before["router"]["dir"]],
+        paths=_paths(root={"free": 1 * GIB}),
+        ports={
+            str(port): {"pid": 5, "unit": entry["unit"], "command": "", "addresses": []}
+            for entry in before["instances"]
+            for port in entry["ports"].values()
+        },
+    )
+    assert plan({HOST: variables()}, running) == before
+
+
+def test_the_revision_follows_what_a_group_must_agree_on_and_nothing_else() -> None:
+    base = plan({HOST: variables()})["groups"]["pd0"]["revision"]
+    moved = variables(prefill(port=31000, bootstrap_port=9000), decode(), router(port=31001))
+    assert plan({HOST: moved})["groups"]["pd0"]["revision"] == base
+    other = variables(plan_engine_args={"kv-cache-dtype": "bf16"})
+    assert plan({HOST: other})["groups"]["pd0"]["revision"] != base
+
+
+def test_the_fingerprint_follows_environment_and_binding() -> None:
+    base = instance(plan({HOST: variables()}, facts()), "prefill")["fingerprint"]
+    for changed in (variables(plan_environment={"A": "1"}), variables(plan_numa_policy="preferred")):
+        assert instance(plan({HOST: changed}, facts()), "prefill")["fingerprint"] != base
+
+
+@given(st.permutations([prefill(), decode(), router()]), st.permutations(["gpu1", "gpu2", "gpu3"]))
+def test_order_of_the_inventory_does_not_matter(instances: list[dict[str, Any]], hosts: list[str]) -> None:
+    def fleet(order: list[str], entries: list[dict[str, Any]]) -> dict[str, Any]:
+        def named(host: str) -> list[dict[str, Any]]:
+            return [entry | {"group": host, "host": "0.0.0.0"} for entry in entries]
+
+        return {host: variables(*named(host), gpu_exporter_listen_address="0.0.0.0") for host in order}
+
+    shuffled = plan(fleet(hosts, instances), facts())
+    ordered = plan(fleet(sorted(hosts), [prefill(), decode(), router()]), facts())
+    key = "name"
+    shuffled["instances"].sort(key=lambda entry: entry[key])
+    ordered["instances"].sort(key=lambda entry: entry[key])
+    assert _plan.canonical(shuffled) == _plan.canonical(ordered)
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(
+    st.dictionaries(st.sampled_from(sorted(_plan.DEFAULTS)), JSON_VALUES, max_size=3),
+    st.lists(st.dictionaries(st.sampled_from(_plan.INSTANCE_KEYS), JSON_VALUES, max_size=12) | JSON_VALUES, max_size=3),
+)
+def test_any_input_gives_a_plan_or_a_refusal_never_an_exception(changes: dict[str, Any], entries: list[Any]) -> None:
+    made = plan({HOST: variables(plan_instances=entries) | changes}, None)
+    assert json.loads(json.dumps(made)) == made
+    assert bool(made["instances"]) != bool(made["refusals"])
+    for refusal in made["refusals"]:
+        assert all(refusal[key] for key in ("code", "host", "found", "expected", "cure"))
+
+
+def test_the_defaults_are_those_of_the_role() -> None:
+    role = yaml.safe_load((ROOT / "roles/plan/defaults/main.yml").read_text())
+    assert role == {name: value for name, value in _plan.DEFAULTS.items() if name != "plan_model_path"}
+
+
+def test_the_neighbours_defaults_are_those_of_their_roles() -> None:
+    for name, value in _plan.NEIGHBOURS.items():
+        role = next(part for part in ("gpu_exporter", "prometheus") if name.startswith(part))
+        assert yaml.safe_load((ROOT / f"roles/{role}/defaults/main.yml").read_text())[name] == value
