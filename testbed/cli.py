@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from testbed import commands, image, stage
+from testbed import commands, stage
 from testbed.host import Host, all_snapshots, load_all, ssh_argv
 from testbed.layout import Layout
 from testbed.shell import TestbedError, say
@@ -61,7 +61,9 @@ def parser() -> argparse.ArgumentParser:
     add("inventory", "print the running hosts as an Ansible inventory", host=False)
     for name, text in (("break", "bring about a fault"), ("mend", "take a fault back")):
         sub = add(name, text)
-        sub.add_argument("fault", metavar="FAULT", help="network, hang, power, disk-full; virtual machines: gpu-lost SLOT")
+        sub.add_argument(
+            "fault", metavar="FAULT", help="network, hang, power, disk-full; of virtual machines also gpu-lost"
+        )
         sub.add_argument("slot", metavar="SLOT", nargs="?", default="", help="node and number, such as 10")
         add_json(sub)
     clean = add("clean", "remove every host and snapshot", host=False)
@@ -132,7 +134,8 @@ def _list(layout: Layout, as_json: bool) -> int:
     for host in hosts:
         state = "running" if host["running"] else "stopped"
         faults = host["faults"] if isinstance(host["faults"], list) else []
-        print(f"{host['name']:16} {host['backend']:7} {host['address']}:{host['port']:<6} {state} {' '.join(faults)}".rstrip())
+        where = f"{host['address']}:{host['port']}"
+        print(f"{host['name']:16} {host['backend']:7} {where:16} {state} {' '.join(faults)}".rstrip())
     for snapshot in all_snapshots(layout):
         print(f"{snapshot:16} snapshot")
     return 0
@@ -141,7 +144,7 @@ def _list(layout: Layout, as_json: bool) -> int:
 def _run(layout: Layout, arguments: argparse.Namespace) -> int:
     match arguments.command:
         case "image":
-            built, changed = image.ensure(layout)
+            built, changed = commands.build_image(layout)
             stage.ensure(layout)
             say(f"image {built.id} is ready in {built.path}")
             return _show(arguments, changed, {"image": built.id, "path": str(built.path)})
@@ -165,7 +168,7 @@ def _run(layout: Layout, arguments: argparse.Namespace) -> int:
         case "ssh":
             remote = arguments.remote[1:] if arguments.remote[:1] == ["--"] else arguments.remote
             line = ssh_argv(layout, commands.existing(layout, arguments.name), remote)
-            os.execvp(line[0], line)
+            os.execvp(line[0], line)  # noqa: S606
         case "inventory":
             print(commands.inventory(layout), end="")
             return 0

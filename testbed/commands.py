@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from testbed import image as images
-from testbed import nspawn, vm
+from testbed import nspawn, stage, vm
 from testbed.host import Host, Snapshot, all_snapshots, load, load_all, load_snapshot, ssh_argv, ssh_options
 from testbed.layout import Layout, check_index, check_name, check_tag
 from testbed.shell import TestbedError, locked, require_programs, require_root, run, say, tail, wait_until
@@ -31,6 +31,16 @@ def existing(layout: Layout, name: str) -> Host:
     return host
 
 
+def build_image(layout: Layout) -> tuple[images.Image, bool]:
+    """The base image and whether it had to be built; a build removes older images that nothing stands on."""
+    image, built = images.ensure(layout)
+    if built:
+        used = {host.image for host in load_all(layout)}
+        used |= {load_snapshot(layout, snapshot).image for snapshot in all_snapshots(layout)}
+        images.remove(layout, keep={image.id, *used})
+    return image, built
+
+
 def up(layout: Layout, wanted: Host) -> bool:
     """Make and boot a host, or boot it again, or find it running; returns when its systemd has settled.
 
@@ -42,7 +52,7 @@ def up(layout: Layout, wanted: Host) -> bool:
     with locked(layout.lock(f"host-{check_name(wanted.name)}")):
         host = load(layout, wanted.name)
         if host is None:
-            image, _ = images.ensure(layout)
+            image, _ = build_image(layout)
             if wanted.backend == "vm":
                 wanted = replace(wanted, backend=vm.best_accelerator(layout, image))
             host = replace(wanted, image=image.id)
@@ -56,6 +66,7 @@ def up(layout: Layout, wanted: Host) -> bool:
         else:
             _refuse_other_settings(host, wanted)
         if host.running():
+            stage.ensure(layout)  # the stand-ins it sees may have changed in the source tree
             say(f"{host.name} is running" + (f" with faults: {', '.join(host.faults)}" if host.faults else ""))
             return False
         _start(layout, host)
@@ -140,7 +151,7 @@ def break_(layout: Layout, name: str, fault: str, slot: str = "") -> bool:
             say(f"{name} has the fault {label} already")
             return False
         if not host.running():
-            raise TestbedError(f"{name} is not running; start it with: python -m testbed up {name} --index {host.index}")
+            raise TestbedError(f"{name} is not running; start it with: python -m testbed up {name}")
         backend.break_(layout, host, label)
         host.faults.append(label)
         host.save(layout)
@@ -182,7 +193,7 @@ def clean(layout: Layout, with_images: bool) -> bool:
     shutil.rmtree(layout.snapshots, ignore_errors=True)
     if with_images:
         changed = changed or any(layout.images.glob("*"))
-        images.remove_all(layout)
+        images.remove(layout, keep=set())
     return changed
 
 
@@ -276,7 +287,9 @@ def _start(layout: Layout, host: Host) -> None:
         state = output.splitlines()[-1] if output else ""
         return state in ("running", "degraded")
 
-    wait_until(settled, f"{host.name}'s systemd settles", seconds=limit, explain=lambda: f"it says {state!r}; {explain()}")
+    wait_until(
+        settled, f"{host.name}'s systemd settles", seconds=limit, explain=lambda: f"it says {state!r}\n{explain()}"
+    )
     if state == "degraded":
         _, failed = in_host(layout, host, ["systemctl", "--failed", "--no-legend", "--plain"])
         say(f"{host.name}: units failed at boot:\n{failed}")

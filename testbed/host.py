@@ -85,7 +85,8 @@ class Host:
             os.kill(self.pid, number)
 
     def save(self, layout: Layout) -> None:
-        write_atomically(self.directory(layout) / "host.json", json.dumps(asdict(self), indent=1, sort_keys=True) + "\n")
+        text = json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
+        write_atomically(self.directory(layout) / "host.json", text)
 
     def forget(self, layout: Layout) -> None:
         """Remove all that the host left on disk."""

@@ -34,6 +34,7 @@ CA_BUNDLE = "/etc/ssl/certs/ca-certificates.crt"
 
 # What hosts need, and what would be slow to install in each of them.
 PACKAGES = (
+    "acl",
     "ca-certificates",
     "curl",
     "dbus",
@@ -49,6 +50,7 @@ PACKAGES = (
     "procps",
     "python3",
     "python3-apt",
+    "python3-debian",
     "python3-venv",
     "sudo",
     "systemd-sysv",
@@ -57,7 +59,7 @@ PACKAGES = (
 )
 
 # Downloaded into the image's apt cache but not installed: a host without a network can then still install them.
-OFFLINE_PACKAGES = ("prometheus", "prometheus-node-exporter")
+OFFLINE_PACKAGES = ("libibverbs1", "prometheus", "prometheus-node-exporter")
 
 # Timers that would do work of their own in the middle of a test, and units that make no sense in these hosts.
 MASKED_UNITS = (
@@ -98,7 +100,11 @@ WantedBy=sysinit.target
 """
 
 FILES = {
-    "/etc/fstab": "LABEL=root / ext4 defaults,noatime 0 1\n",
+    # For virtual machines; an nspawn host gets its own.
+    "/etc/fstab": (
+        "LABEL=root / ext4 defaults,noatime 0 1\n"
+        "LABEL=stand-ins /opt/llmfleet-testbed ext4 ro,nofail,x-systemd.device-timeout=10 0 0\n"
+    ),
     "/etc/hostname": "testbed\n",
     "/etc/hosts": "127.0.0.1 localhost\n",
     "/etc/ssh/sshd_config.d/10-testbed.conf": "UseDNS no\nGSSAPIAuthentication no\n",
@@ -194,7 +200,8 @@ def pip_config(texts: list[str]) -> str:
 
 def host_environment(environment: Mapping[str, str]) -> str:
     """/etc/environment for hosts: proxies as they are, and CA bundle variables pointing to the host's own bundle."""
-    lines = [f"{k}={v}" for k, v in sorted(environment.items()) if k.lower() in ("http_proxy", "https_proxy", "no_proxy")]
+    proxies = ("http_proxy", "https_proxy", "no_proxy")
+    lines = [f"{key}={value}" for key, value in sorted(environment.items()) if key.lower() in proxies]
     for key in ("CURL_CA_BUNDLE", "PIP_CERT", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE"):
         if key in environment:
             lines.append(f"{key}={CA_BUNDLE}")
@@ -210,8 +217,9 @@ def recipe(layout: Layout) -> Recipe:
     lists = [Path("/etc/apt/sources.list"), *sorted(Path("/etc/apt/sources.list.d").glob("*"))]
     pip_files = [Path("/etc/pip.conf"), Path.home() / ".config/pip/pip.conf"]
     certificates = sorted(Path("/usr/local/share/ca-certificates").rglob("*.crt"))
+    sources = {p.name: p.read_text() for p in lists if p.suffix in (".list", ".sources") and p.is_file()}
     return Recipe(
-        mirrors=apt_mirrors({p.name: p.read_text() for p in lists if p.suffix in (".list", ".sources") and p.is_file()}),
+        mirrors=apt_mirrors(sources),
         apt_options=apt_options(run(["apt-config", "dump"]).stdout),
         pip_config=pip_config([p.read_text() for p in pip_files if p.is_file()]),
         environment=host_environment(os.environ),
@@ -284,13 +292,12 @@ def ensure_disk(layout: Layout, image: Image) -> None:
         unfinished.rename(image.disk)
 
 
-def remove_all(layout: Layout) -> None:
-    """Remove every image; packages in ``debs`` and the ssh key stay."""
+def remove(layout: Layout, keep: set[str]) -> None:
+    """Remove every image whose id is not in ``keep``; packages in ``debs`` and the ssh key stay."""
     with locked(layout.lock("image")):
-        for path in layout.images.glob("*") if layout.images.is_dir() else []:
-            _remove_tree(path)
-        for path in layout.images.glob(".building-*") if layout.images.is_dir() else []:
-            _remove_tree(path)
+        for path in [*layout.images.glob("*"), *layout.images.glob(".building-*")]:
+            if path.is_dir() and path.name not in keep:
+                _remove_tree(path)
 
 
 def _remove_tree(path: Path) -> None:
@@ -402,8 +409,8 @@ def _configure(layout: Layout, wanted: Recipe, root: Path, log: Path) -> None:
     # An empty machine id makes each host take its own at its first boot.
     put("/etc/machine-id", "")
     (root / "var/lib/dbus/machine-id").unlink(missing_ok=True)
-    for point in ("opt/llmfleet-testbed", "var/cache/llmfleet/wheels", "var/cache/llmfleet/dist", "var/cache/llmfleet/models"):
-        (root / point).mkdir(parents=True, exist_ok=True)
+    for point in ("/opt/llmfleet-testbed", *(f"/var/cache/llmfleet/{name}" for name in ("wheels", "dist", "models"))):
+        (root / point.lstrip("/")).mkdir(parents=True, exist_ok=True)
 
 
 def _release_tarball(layout: Layout, root: Path) -> None:
@@ -416,7 +423,7 @@ def _release_tarball(layout: Layout, root: Path) -> None:
         raise TestbedError(f"no prometheus package was downloaded into {root}/var/cache/apt/archives")
     version = re.sub(r"^prometheus_([0-9.]+).*$", r"\1", archives[-1].name)
     top = f"prometheus-{version}.linux-amd64"
-    package = subprocess.run(["dpkg-deb", "--fsys-tarfile", str(archives[-1])], stdout=subprocess.PIPE, check=True).stdout
+    package = subprocess.check_output(["dpkg-deb", "--fsys-tarfile", str(archives[-1])])
     plain = io.BytesIO()
     with tarfile.open(fileobj=io.BytesIO(package)) as source, tarfile.open(fileobj=plain, mode="w") as release:
         for program in ("prometheus", "promtool"):

@@ -135,7 +135,7 @@ def mend(layout: Layout, host: Host, fault: str) -> None:
 def delete(layout: Layout, host: Host) -> None:
     """Remove what a stopped host left outside its directory."""
     _unmount_root(layout, host)
-    for group in Path("/sys/fs/cgroup").glob(f"*/llmfleet/{host.name}"):
+    for group in (mount / "llmfleet" / host.name for mount in _systemd_hierarchies()):
         for inner in sorted((p for p in group.rglob("*") if p.is_dir()), reverse=True):
             with contextlib.suppress(OSError):
                 inner.rmdir()
@@ -223,11 +223,10 @@ def _mount_root(layout: Layout, host: Host) -> None:
         upper, work = points[0] / "upper", points[0] / "work"
         upper.mkdir(exist_ok=True)
         work.mkdir(exist_ok=True)
-        lower = ":".join([*(str(point / "upper") for point in points[1:]), str(Image(layout.images / host.image).rootfs)])
-        run(
-            ["mount", "-t", "overlay", "overlay"]
-            + ["-o", f"lowerdir={lower},upperdir={upper},workdir={work}", str(root(layout, host))]
-        )
+        rootfs = Image(layout.images / host.image).rootfs
+        lower = ":".join([*(str(point / "upper") for point in points[1:]), str(rootfs)])
+        options = f"lowerdir={lower},upperdir={upper},workdir={work}"
+        run(["mount", "-t", "overlay", "overlay", "-o", options, str(root(layout, host))])
 
 
 def _unmount_root(layout: Layout, host: Host) -> None:
@@ -261,36 +260,28 @@ def _write_identity(layout: Layout, host: Host) -> None:
 
 
 def _enter_own_cgroup(name: str) -> None:
-    """Give the container a cgroup of its own in every hierarchy there is.
+    """Give the container a cgroup of its own in the hierarchies that its systemd keeps its units in.
 
     Without a systemd here to do that, two containers would both take the root group for theirs, and one's systemd
-    would find the other's processes in its units.
+    would find the other's processes in its units. The v1 controllers stay as they are: a container cannot write
+    them, and a group there would only give all of a host's processes together the CPU share of one process.
     """
     if _systemd_runs_here():
         return
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, _ = line.split(":", 2)
-        mount = _cgroup_mount(controllers)
-        if mount is None:
-            continue
+    for mount in _systemd_hierarchies():
         group = mount / "llmfleet" / name
         group.mkdir(parents=True, exist_ok=True)
-        if controllers == "cpuset":
-            for level in (mount / "llmfleet", group):
-                for key in ("cpuset.cpus", "cpuset.mems"):
-                    (level / key).write_text((level.parent / key).read_text())
         (group / "cgroup.procs").write_text(str(os.getpid()))
 
 
-def _cgroup_mount(controllers: str) -> Path | None:
-    """Where a hierarchy of /proc/self/cgroup is mounted; no controllers means the unified one."""
+def _systemd_hierarchies() -> list[Path]:
+    """Where cgroup v2 and the v1 hierarchy named systemd are mounted."""
+    found = []
     for line in Path("/proc/self/mounts").read_text().splitlines():
         _, point, kind, options, *_ = line.split()
-        if kind == "cgroup2" and not controllers:
-            return Path(point)
-        if kind == "cgroup" and controllers and set(controllers.split(",")) <= set(options.split(",")):
-            return Path(point)
-    return None
+        if kind == "cgroup2" or (kind == "cgroup" and "name=systemd" in options.split(",")):
+            found.append(Path(point))
+    return found
 
 
 def _leader(host: Host) -> int:

@@ -29,7 +29,7 @@ DEFAULT_MEMORY_MB = 1536
 LAN = "230.77.0.1:17777"  # multicast group on loopback that carries the network between virtual machines
 KVM_TRIAL_SECONDS = 60
 _CPUS = 2
-_FILL = "/var/tmp/.testbed-fill"
+_FILL = "/var/tmp/.testbed-fill"  # noqa: S108 (a path in the guest)
 
 
 def disk(layout: Layout, host: Host) -> Path:
@@ -153,7 +153,8 @@ def break_(layout: Layout, host: Host, fault: str) -> None:
         cut_power(layout, host)
     elif fault == "disk-full":
         # fallocate takes what it can in big steps; the rest is written until the disk refuses.
-        script = f"fallocate -l $(df --output=avail -B1 / | tail -1) {_FILL}; cat /dev/zero >> {_FILL} 2>/dev/null; sync"
+        free = "$(df --output=avail -B1 / | tail -1)"
+        script = f"fallocate -l {free} {_FILL}; cat /dev/zero >> {_FILL} 2>/dev/null; sync"
         run(ssh_argv(layout, host, [script]), check=False, timeout=300)
     else:
         slot = fault.partition(":")[2]

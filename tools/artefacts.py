@@ -50,7 +50,7 @@ class _Dumper(yaml.SafeDumper):
     """Indents lists below their key, as yamllint expects."""
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:  # noqa: ARG002
-        super().increase_indent(flow, False)  # type: ignore[no-untyped-call]
+        super().increase_indent(flow, False)
 
 
 def load(path: Path = MANIFEST) -> dict[str, Any]:
@@ -67,7 +67,11 @@ def save(manifest: Mapping[str, Any], path: Path = MANIFEST) -> None:
         raise SystemExit("\n".join(found))
     entries = [{key: entry[key] for key in KEY_ORDER if key in entry} for entry in manifest["artefacts"]]
     text = yaml.dump(
-        {"schema": manifest["schema"], "artefacts": entries}, Dumper=_Dumper, sort_keys=False, width=1000, default_flow_style=None
+        {"schema": manifest["schema"], "artefacts": entries},
+        Dumper=_Dumper,
+        sort_keys=False,
+        width=1000,
+        default_flow_style=None,
     )
     path.write_text(f"{HEADER}---\n{text}")
 
@@ -81,7 +85,9 @@ def merge(manifest: Mapping[str, Any], set_name: str, new: Iterable[Entry]) -> d
     for entry in new:
         known = held.setdefault(_artefacts.sort_key(entry), {**entry, "sets": []})
         if known.get("sha256") != entry.get("sha256"):
-            raise SystemExit(f"{entry['name']} {entry['version']}: {entry['sha256']} differs from the manifest's {known['sha256']}")
+            raise SystemExit(
+                f"{entry['name']} {entry['version']}: {entry['sha256']} differs from the manifest's {known['sha256']}"
+            )
         known["sets"] = sorted({*known["sets"], set_name})
     return {"schema": _artefacts.SCHEMA, "artefacts": sorted(held.values(), key=_artefacts.sort_key)}
 
@@ -137,7 +143,10 @@ def wheel_arch(file: str) -> str:
 def deb(path: Path) -> Entry:
     """Entry of a Debian package held on disk; its licence is the one of ``Files: *`` in its copyright file."""
     shown = subprocess.run(
-        ["dpkg-deb", "--show", "--showformat=${Package}\n${Version}\n${Architecture}\n", path], check=True, capture_output=True, text=True
+        ["dpkg-deb", "--show", "--showformat=${Package}\n${Version}\n${Architecture}\n", path],
+        check=True,
+        capture_output=True,
+        text=True,
     )
     name, version, arch = shown.stdout.split()
     return {
@@ -167,7 +176,7 @@ def deb_licence(path: Path, name: str) -> str:
     for paragraph in text.split("\n\n"):
         fields = dict(re.findall(r"^([A-Za-z-]+):[ \t]*(.*)$", paragraph, flags=re.MULTILINE))
         if fields.get("Files") == "*" and fields.get("License"):
-            return fields["License"]
+            return str(fields["License"])
     return UNSTATED
 
 
@@ -178,21 +187,49 @@ def resolved(requirements: list[str]) -> list[Entry]:
     under the target's Python version, because pip picks files for the interpreter it runs under.
     """
     if f"{sys.version_info.major}.{sys.version_info.minor}" != PYTHON:
-        raise SystemExit(f"resolve picks wheels for Python {PYTHON} and must be run with it, not with {sys.version.split()[0]}")
+        raise SystemExit(
+            f"resolve picks wheels for Python {PYTHON} and must be run with it, not with {sys.version.split()[0]}"
+        )
     # The digests must be those of PyPI, so the machine's own indexes and caps stay out.
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("PIP_F", "PIP_EXTRA", "PIP_INDEX", "UV_"))}
+    env = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("PIP_F", "PIP_EXTRA", "PIP_INDEX", "UV_"))
+    }
     env["PIP_CONFIG_FILE"] = os.devnull
     with tempfile.TemporaryDirectory() as folder:
-        wanted, lock, pins, report = (Path(folder) / name for name in ("wanted.in", "pylock.toml", "pins.txt", "report.json"))
+        wanted, lock, pins, report = (
+            Path(folder) / name for name in ("wanted.in", "pylock.toml", "pins.txt", "report.json")
+        )
         wanted.write_text("\n".join(requirements) + "\n")
-        uv = ["uv", "pip", "compile", "--quiet", "--python-version", PYTHON, "--python-platform", PLATFORM, "--only-binary", ":all:"]
+        uv = [
+            "uv",
+            "pip",
+            "compile",
+            "--quiet",
+            "--python-version",
+            PYTHON,
+            "--python-platform",
+            PLATFORM,
+            "--only-binary",
+            ":all:",
+        ]
         uv += ["--default-index", "https://pypi.org/simple", "--format", "pylock.toml", "-o", str(lock), str(wanted)]
         subprocess.run(uv, check=True, env=env)
         packages = tomllib.loads(lock.read_text())["packages"]
         sizes = {w["hashes"]["sha256"]: w["size"] for package in packages for w in package["wheels"]}
         pins.write_text("".join(f"{package['name']}=={package['version']}\n" for package in packages))
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed", "--no-deps"]
-        pip += ["--only-binary", ":all:", "--index-url", "https://pypi.org/simple", "--report", str(report), "-r", str(pins)]
+        pip += [
+            "--only-binary",
+            ":all:",
+            "--index-url",
+            "https://pypi.org/simple",
+            "--report",
+            str(report),
+            "-r",
+            str(pins),
+        ]
         subprocess.run(pip, check=True, env=env)
         installs = json.loads(report.read_text())["install"]
     return [_from_report(item, sizes) for item in installs]

@@ -2,8 +2,8 @@
 """Fill the wheel cache from the artefact manifest: ``python -m tools.cache [SET ...]``.
 
 Downloads what is missing or has a wrong digest into ``LLMFLEET_CACHE/wheels`` and verifies every file. The wheels are
-for the target hosts (Debian 12: Python 3.11, glibc 2.36), whatever Python this machine has. pip does the downloading, so
-the user's pip configuration (mirrors, find-links, certificates) is honoured. Can be run again at any time.
+for the target hosts (Debian 12: Python 3.11, glibc 2.36), whatever Python this machine has. pip does the downloading,
+so the user's pip configuration (mirrors, find-links, certificates) is honoured. Can be run again at any time.
 """
 
 from __future__ import annotations
@@ -94,7 +94,10 @@ def fill(entries: Sequence[Entry], folder: Path) -> None:
         print(f"wheels: {len(entries)} in {folder}, nothing to do")
         return
     megabytes = sum(entry["size"] for entry in missing) / 1e6
-    print(f"wheels: {len(entries) - len(missing)} of {len(entries)} in {folder}, {len(missing)} to download ({megabytes:.0f} MB)", flush=True)
+    print(
+        f"wheels: {len(missing)} of {len(entries)} are missing in {folder}, downloading {megabytes:.0f} MB",
+        flush=True,
+    )
     done = 0
     for chunk in _chunks(missing):
         # In the same folder, so that a verified file can be moved into place in one step.
@@ -137,15 +140,17 @@ def _cannot_have(entry: Entry, why: str) -> str:
         f"cannot get {entry['file']}\n"
         f"  expected: sha256 {entry['sha256']}, {entry['size']} bytes, from {index}\n"
         f"  found:    {why}\n"
-        f"  cure:     make {index} reachable for pip (pip config, PIP_INDEX_URL, PIP_FIND_LINKS), or put the file into a folder\n"
-        f"            that PIP_FIND_LINKS names, and run this again: what was downloaded is kept"
+        f"  cure:     make {index} reachable for pip (pip config, PIP_INDEX_URL, PIP_FIND_LINKS), or put the file\n"
+        f"            into {cache_dir() / 'wheels'}, and run this again: what was downloaded is kept"
     )
 
 
 def main() -> None:
     """Entry point of ``python -m tools.cache``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sets", nargs="*", metavar="SET", help=f"sets of the manifest (default: {' '.join(DEFAULT_SETS)})")
+    parser.add_argument(
+        "sets", nargs="*", metavar="SET", help=f"sets of the manifest (default: {' '.join(DEFAULT_SETS)})"
+    )
     args = parser.parse_args()
     manifest = load()
     try:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Is the collection usable as a clone and as an installed collection? ``python -m tools.collection``
 
-Builds it, installs it, and runs the playbook's syntax check from there; then copies the tree to a folder with an odd name
-and does what a user of a clone does. Needs no network: the collection has no dependencies.
+Builds it, installs it, and runs the playbook's syntax check from there; then copies the tree to a folder with an odd
+name and does what a user of a clone does. Needs no network: the collection has no dependencies.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +20,18 @@ FQCN = "llmfleet.sglang"
 #: How roles name files that they share: ``{{ role_path }}/../../files/...``
 SHARED = re.compile(r"role_path\s*(?:}}|~\s*['\"])/\.\./\.\./((?:files|templates)/[\w./-]+)")
 #: Parts of the repository that an installed collection must not carry.
-NOT_SHIPPED = ("testbed", "tests", "tools", "molecule", ".ci", ".collections", ".git", "prod", "ansible.cfg", "Makefile")
+NOT_SHIPPED = (
+    "testbed",
+    "tests",
+    "tools",
+    "molecule",
+    ".ci",
+    ".collections",
+    ".git",
+    "prod",
+    "ansible.cfg",
+    "Makefile",
+)
 
 
 def build(destination: Path) -> Path:
@@ -35,7 +45,9 @@ def build(destination: Path) -> Path:
 def run(command: Sequence[str], cwd: Path, **env: str) -> str:
     """Run a command and return its output; a failure ends the check with that output."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith("ANSIBLE_C")}
-    done = subprocess.run(command, cwd=cwd, env={**clean, **env}, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    done = subprocess.run(
+        command, cwd=cwd, env={**clean, **env}, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
+    )
     if done.returncode:
         raise SystemExit(f"in {cwd}: {' '.join(command)}\nexit status {done.returncode}\n{done.stdout}")
     return done.stdout
@@ -51,7 +63,10 @@ def check_installed(folder: Path) -> None:
     """Build, install, and use what was installed, from a folder that has nothing to do with the clone."""
     tarball = build(folder)
     collections = folder / "collections"
-    run(["ansible-galaxy", "collection", "install", "--offline", "--collections-path", str(collections), str(tarball)], folder)
+    run(
+        ["ansible-galaxy", "collection", "install", "--offline", "--collections-path", str(collections), str(tarball)],
+        folder,
+    )
     installed = collections / "ansible_collections/llmfleet/sglang"
     for name in NOT_SHIPPED:
         if os.path.lexists(installed / name):
@@ -63,7 +78,9 @@ def check_installed(folder: Path) -> None:
     named = shared_files(installed)
     absent = sorted(name for name in named if not (installed / name).exists())
     if absent or not named:
-        raise SystemExit(f"roles name these shared files, which the installed collection has not: {absent or 'none is named at all'}")
+        raise SystemExit(
+            f"roles name these shared files, which the installed collection has not: {absent or 'none is named at all'}"
+        )
     print(f"installed: {len(named)} shared files found")
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir()
@@ -98,4 +115,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -88,7 +88,11 @@ def _typed() -> list[str]:
 
 
 def _shell_scripts() -> list[str]:
-    return [str(name) for name in source_files() if _first_line(ROOT / name).startswith(("#!/bin/sh", "#!/bin/bash", "#!/usr/bin/env bash"))]
+    return [
+        str(name)
+        for name in source_files()
+        if _first_line(ROOT / name).startswith(("#!/bin/sh", "#!/bin/bash", "#!/usr/bin/env bash"))
+    ]
 
 
 def _first_line(path: Path) -> str:
@@ -141,14 +145,23 @@ def run_stage(stage: Stage, position: str, cache: Path) -> Result:
             returncode = _run(command, out.fileno(), log, cache)
             output = log.read_bytes()[offset:].decode(errors="replace")
             passed, failed, skipped = counts(returncode, output)
-            result.passed, result.failed, result.skipped = result.passed + passed, result.failed + failed, result.skipped + skipped
+            result.passed, result.failed, result.skipped = (
+                result.passed + passed,
+                result.failed + failed,
+                result.skipped + skipped,
+            )
             shown = " ".join(command)
             shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
-            print(f"    {'ok    ' if not returncode else 'FAILED'} {time.monotonic() - start:6.0f} s  {shown}", flush=True)
+            print(
+                f"    {'ok    ' if not returncode else 'FAILED'} {time.monotonic() - start:6.0f} s  {shown}", flush=True
+            )
             if returncode:
                 result.state = "FAILED"
                 result.failures.append(f"{shown} (exit status {returncode})")
-                print("".join(f"    | {line}\n" for line in output.splitlines()[-TAIL_LINES:]) + f"    log: {log}", flush=True)
+                print(
+                    "".join(f"    | {line}\n" for line in output.splitlines()[-TAIL_LINES:]) + f"    log: {log}",
+                    flush=True,
+                )
                 if stage.name != "lint":  # The linters are independent of one another: show what each has to say.
                     break
     result.minutes = (time.monotonic() - began) / 60
@@ -201,7 +214,9 @@ def table(results: Iterable[Result]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of ``tools/test``."""
-    parser = argparse.ArgumentParser(prog="tools/test", description="Run the test stages in order; stop at the first that fails.")
+    parser = argparse.ArgumentParser(
+        prog="tools/test", description="Run the test stages in order; stop at the first that fails."
+    )
     parser.add_argument("--list", action="store_true", help="list the stages and leave")
     parser.add_argument("--only", metavar="STAGE[,STAGE...]", help="run only these")
     parser.add_argument("--from", dest="start", metavar="STAGE", help="leave out what comes before this one")

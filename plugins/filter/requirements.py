@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ansible.errors import AnsibleFilterError
-
 from ansible_collections.llmfleet.sglang.plugins.module_utils import _artefacts
 
 
@@ -16,7 +15,8 @@ def requirements(manifest: Mapping[str, Any], set_name: str) -> list[str]:
     """Lines of a requirements file; see the filter's documentation."""
     if not isinstance(manifest, Mapping) or not isinstance(manifest.get("artefacts"), list):
         raise AnsibleFilterError(
-            f"llmfleet.sglang.requirements: found {type(manifest).__name__}, expected the content of files/artefacts.yml"
+            f"llmfleet.sglang.requirements: found {type(manifest).__name__}, "
+            "expected the content of files/artefacts.yml"
         )
     try:
         return _artefacts.requirements(manifest, set_name)

@@ -62,7 +62,8 @@ def wheels(manifest: Mapping[str, Any], set_name: str) -> list[Entry]:
     found = [entry for entry in manifest["artefacts"] if entry["kind"] == "wheel" and set_name in entry["sets"]]
     if not found:
         raise UnknownSetError(
-            f"files/artefacts.yml has no wheels for the set {set_name!r}; expected one of {', '.join(wheel_sets(manifest))}. "
+            f"files/artefacts.yml has no wheels for the set {set_name!r}; expected one of "
+            f"{', '.join(wheel_sets(manifest))}. "
             "Choose one of them, or add the set with tools/artefacts.py."
         )
     return sorted(found, key=sort_key)
@@ -73,7 +74,9 @@ def requirements(manifest: Mapping[str, Any], set_name: str) -> list[str]:
 
     The set is complete, so the lines are to be installed without resolving dependencies. Raises UnknownSetError.
     """
-    return [f"{entry['name']}=={entry['version']} --hash=sha256:{entry['sha256']}" for entry in wheels(manifest, set_name)]
+    return [
+        f"{entry['name']}=={entry['version']} --hash=sha256:{entry['sha256']}" for entry in wheels(manifest, set_name)
+    ]
 
 
 def problems(manifest: Mapping[str, Any]) -> list[str]:
@@ -114,10 +117,14 @@ def _entry_problems(entry: Entry) -> Iterable[str]:
         yield f"version {entry['version']!r} is not one exact version"
     if not entry["sets"] or list(entry["sets"]) != sorted(set(entry["sets"])):
         yield f"sets is {entry['sets']!r}, expected at least one name, sorted, none twice"
-    yield from (f"set name {name!r} is not of the form {_SET.pattern}" for name in entry["sets"] if not _SET.match(name))
+    yield from (
+        f"set name {name!r} is not of the form {_SET.pattern}" for name in entry["sets"] if not _SET.match(name)
+    )
     if "sha256" in expected and not _SHA256.match(entry["sha256"]):
         yield f"sha256 is {entry['sha256']!r}, expected 64 hexadecimal digits"
-    if "size" in expected and (type(entry["size"]) is not int or entry["size"] <= 0):
+    if "size" in expected and not (
+        isinstance(entry["size"], int) and not isinstance(entry["size"], bool) and entry["size"] > 0
+    ):
         yield f"size is {entry['size']!r}, expected a number of bytes"
 
 

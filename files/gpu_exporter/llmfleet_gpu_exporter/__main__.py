@@ -26,9 +26,6 @@ from llmfleet_gpu_exporter.render import render
 
 _log = logging.getLogger("llmfleet_gpu_exporter")
 
-# Readings are served for this many intervals; later they are stale.
-FRESH_INTERVALS = 3
-
 # How long to wait, at the end, for the pass in progress. A hung NVML call is left behind.
 _END_SECONDS = 2.0
 
@@ -72,10 +69,24 @@ def parse_interval(text: str) -> float:
     return interval
 
 
+def parse_fresh_intervals(text: str) -> int:
+    """Number of intervals, 2 or more: with 1, a reading would be stale before the next. Raises ArgumentTypeError."""
+    if not text.isascii() or not text.isdigit() or not 2 <= int(text) <= 1000:
+        raise argparse.ArgumentTypeError(f"expected a number from 2 to 1000, found {text!r}")
+    return int(text)
+
+
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="llmfleet_gpu_exporter", description="Prometheus exporter for NVIDIA GPUs.")
     parser.add_argument("--listen", type=parse_listen, default="127.0.0.1:9101", metavar="ADDRESS:PORT")
     parser.add_argument("--interval", type=parse_interval, default="5", metavar="SECONDS")
+    parser.add_argument(
+        "--fresh-intervals",
+        type=parse_fresh_intervals,
+        default="3",
+        metavar="N",
+        help="readings older than this many intervals are stale and not served",
+    )
     parser.add_argument("--plan", type=Path, default=Path("/etc/llmfleet/plan.json"), metavar="FILE")
     parser.add_argument("--pci-devices", type=Path, default=Path("/sys/bus/pci/devices"), metavar="FOLDER")
     parser.add_argument("--version", action="version", version=__version__)
@@ -93,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     collector = Collector(options.interval, PlanFile(options.plan), options.pci_devices, Nvml())
     registry = CollectorRegistry()
-    registry.register(SnapshotCollector(collector, FRESH_INTERVALS * options.interval))
+    registry.register(SnapshotCollector(collector, options.fresh_intervals * options.interval))
     prometheus_client.ProcessCollector(registry=registry)
     try:
         server, _ = prometheus_client.start_http_server(port, address, registry)

@@ -91,7 +91,7 @@ def render(snapshot: Snapshot, busy_since: float | None, now: float, max_age: fl
     yield _family(
         "llmfleet_gpu_info",
         "What the GPU is and which instance of the plan uses it.",
-        ["gpu", "uuid", "pci_bus_id", "name", "driver", "numa_node", "instance"],
+        ["gpu", "uuid", "pci_bus_id", "name", "driver", "numa_node", "instance_name"],
         [
             (
                 _labels(gpu)

@@ -18,6 +18,7 @@ function still fails the way it does without a driver.
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.abc
 import sys
 from collections.abc import Callable
@@ -50,8 +51,7 @@ class _FinishedEvent:
 
 
 def _define_torchvision_operators() -> None:
-    import torch
-
+    torch: Any = importlib.import_module("torch")
     library = torch.library.Library("torchvision", "FRAGMENT")
     for operator in ("nms", "qnms"):
         library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
@@ -68,8 +68,7 @@ def _without_pinning(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _replace_cuda_synchronisation() -> None:
-    import torch
-
+    torch: Any = importlib.import_module("torch")
     if torch.cuda.is_available():
         return
     for name in _FACTORIES:
@@ -85,7 +84,7 @@ class _BeforeFirstImport(importlib.abc.MetaPathFinder):
     def __init__(self, actions: dict[str, Callable[[], None]]) -> None:
         self.actions = actions
 
-    def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:  # noqa: ARG002
         action = self.actions.pop(fullname, None)
         if action is not None:
             action()

@@ -64,16 +64,16 @@ def tree(cpus: Sequence[int], meminfo: Mapping[str, int]) -> dict[str, str]:
     for node, own in enumerate(split_cpus(cpus)):
         total_kb, free_kb = ((pages // 2 if node else pages - pages // 2) * 4 for pages in (total, free))
         distances = [DISTANCE_LOCAL if other == node else DISTANCE_REMOTE for other in (0, 1)]
-        values = {"MemTotal": total_kb, "MemFree": free_kb, "MemUsed": total_kb - free_kb, "FilePages": 0, "AnonPages": 0}
+        values = {"MemTotal": total_kb, "MemFree": free_kb, "MemUsed": total_kb - free_kb, "FilePages": 0}
         lines = [f"Node {node} {key + ':':<15} {value:8d} kB\n" for key, value in values.items()]
-        lines += [f"Node {node} {key + ':':<15} {0:8d}\n" for key in ("HugePages_Total", "HugePages_Free", "HugePages_Surp")]
+        pools = ("HugePages_Total", "HugePages_Free", "HugePages_Surp")
+        lines += [f"Node {node} {key + ':':<15} {0:8d}\n" for key in pools]
         files[f"node{node}/cpulist"] = f"{cpu_list(own)}\n"
         files[f"node{node}/cpumap"] = f"{cpu_mask(own, possible)}\n"
         files[f"node{node}/distance"] = f"{' '.join(map(str, distances))}\n"
         files[f"node{node}/meminfo"] = "".join(lines)
-        files[f"node{node}/numastat"] = "".join(
-            f"{key} 0\n" for key in ("numa_hit", "numa_miss", "numa_foreign", "interleave_hit", "local_node", "other_node")
-        )
+        counters = ("numa_hit", "numa_miss", "numa_foreign", "interleave_hit", "local_node", "other_node")
+        files[f"node{node}/numastat"] = "".join(f"{counter} 0\n" for counter in counters)
         files[f"node{node}/vmstat"] = f"nr_free_pages {free_kb // 4}\n"
         for size in HUGEPAGE_SIZES_KB:
             for key in ("nr_hugepages", "free_hugepages", "surplus_hugepages"):
@@ -83,6 +83,4 @@ def tree(cpus: Sequence[int], meminfo: Mapping[str, int]) -> dict[str, str]:
 
 def links(cpus: Sequence[int]) -> dict[str, str]:
     """The symbolic links of the tree: relative path -> target."""
-    return {
-        f"node{node}/cpu{cpu}": f"../../cpu/cpu{cpu}" for node, own in enumerate(split_cpus(cpus)) for cpu in own
-    }
+    return {f"node{node}/cpu{cpu}": f"../../cpu/cpu{cpu}" for node, own in enumerate(split_cpus(cpus)) for cpu in own}

@@ -29,7 +29,7 @@ WORDS = """
 a and at batch binding cache cold decode fast first fleet free from full group GPU hello host in is it key last
 layer limit load memory model near new node not of on one page pool port prefill queue ready request router run
 rule same server slow socket step stream the then this to token topology two unit value warm we with work you
-""".split()
+""".split()  # noqa: SIM905
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -152,7 +152,7 @@ def tensors() -> dict[str, tuple[tuple[int, ...], bytes]]:
     ids, _ = vocabulary()
     size = (len(ids) + 63) // 64 * 64
     speaks = {ids[byte_alphabet()[ord(" ")] + word] for word in WORDS} | {END}
-    draw = random.Random(SEED)
+    draw = random.Random(SEED)  # noqa: S311
     out = {}
     for name, shape in shapes(size).items():
         count = shape[0] * (shape[1] if len(shape) == 2 else 1)

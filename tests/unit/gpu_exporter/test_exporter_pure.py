@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from llmfleet_gpu_exporter import plan
-from llmfleet_gpu_exporter.__main__ import parse_interval, parse_listen
+from llmfleet_gpu_exporter.__main__ import parse_fresh_intervals, parse_interval, parse_listen
 from llmfleet_gpu_exporter.metrics import DEVICE_METRICS, Metric
 from llmfleet_gpu_exporter.render import clean_number, clean_text, render
 from llmfleet_gpu_exporter.snapshot import STARTING, Gpu, Snapshot
@@ -200,3 +200,13 @@ def test_bad_listen_address_is_refused(text: str) -> None:
 def test_bad_interval_is_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
         parse_interval(text)
+
+
+def test_number_of_fresh_intervals() -> None:
+    assert parse_fresh_intervals("2") == 2
+
+
+@pytest.mark.parametrize("text", ["0", "1", "1001", "-3", "2.5", "many"])
+def test_bad_number_of_fresh_intervals_is_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        parse_fresh_intervals(text)

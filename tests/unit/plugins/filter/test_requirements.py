@@ -12,7 +12,9 @@ from ansible_collections.llmfleet.sglang.plugins.filter.requirements import Filt
 DIGEST = "c" * 64
 MANIFEST = {
     "schema": 1,
-    "artefacts": [{"name": "smg", "version": "1.13.0", "kind": "wheel", "arch": "x86_64", "sha256": DIGEST, "sets": ["router"]}],
+    "artefacts": [
+        {"name": "smg", "version": "1.13.0", "kind": "wheel", "arch": "x86_64", "sha256": DIGEST, "sets": ["router"]}
+    ],
 }
 requirements = FilterModule().filters()["requirements"]
 

@@ -122,7 +122,13 @@ class TestShippedManifest:
         assert _artefacts.problems(shipped) == []
 
     def test_it_holds_the_sets_that_roles_name(self, shipped: dict[str, Any]) -> None:
-        assert _artefacts.wheel_sets(shipped) == ["engine-0.5.23-cpu", "engine-0.5.23-cuda", "gpu_exporter", "router", "uv"]
+        assert _artefacts.wheel_sets(shipped) == [
+            "engine-0.5.23-cpu",
+            "engine-0.5.23-cuda",
+            "gpu_exporter",
+            "router",
+            "uv",
+        ]
 
     @pytest.mark.parametrize(
         ("set_name", "pin"),
