@@ -23,6 +23,13 @@ from testbed.shell import TestbedError, locked, require_programs, run, wait_unti
 
 FAULTS = ("network", "hang", "power", "disk-full")
 NODE_TREE = "/opt/llmfleet-testbed/node_tree/tree"  # as a host sees it
+# A container keeps a copy of all mounts that are there when it starts. Without other hosts' roots among them, a host's
+# disk is really gone when the host is. Ends in an exec, so that the process started is systemd-nspawn.
+_WITHOUT_OTHER_ROOTS = (
+    *("unshare", "--mount", "--propagation", "slave", "sh", "-c"),
+    'for other in "$1"/*/root; do [ "$other" = "$2" ] || umount -q "$other"; done; shift 2; exec "$@"',
+    "without-other-roots",
+)
 _FILL = "var/tmp/.testbed-fill"
 
 
@@ -37,7 +44,7 @@ def disk(layout: Layout, host: Host) -> Path:
 
 def start(layout: Layout, host: Host) -> None:
     """Mount the host's root and boot it; returns as soon as systemd-nspawn runs."""
-    require_programs("systemd-nspawn", "ip", "mount", "mke2fs", "losetup")
+    require_programs("systemd-nspawn", "ip", "mount", "mke2fs", "unshare")
     stage.ensure(layout)
     if not host.host_network:
         _ensure_bridge(layout)
@@ -47,7 +54,7 @@ def start(layout: Layout, host: Host) -> None:
     # nspawn's own small tmpfs on /tmp would hide the root disk's /tmp, which a bare-metal Debian has.
     environment = {**os.environ, "SYSTEMD_NSPAWN_TMPFS_TMP": "0"}
     process = subprocess.Popen(
-        argv(layout, host),
+        [*_WITHOUT_OTHER_ROOTS, str(layout.hosts), str(root(layout, host)), *argv(layout, host)],
         stdin=subprocess.DEVNULL,
         stdout=console,
         stderr=subprocess.STDOUT,

@@ -20,16 +20,14 @@ PACKAGES = {
     "dpkg-deb": "dpkg",
     "gcc": "gcc libc6-dev",
     "ip": "iproute2",
-    "losetup": "mount",
-    "make": "make",
     "mke2fs": "e2fsprogs",
     "mount": "mount",
-    "nsenter": "util-linux",
     "qemu-img": "qemu-utils",
     "qemu-system-x86_64": "qemu-system-x86",
     "ssh": "openssh-client",
     "ssh-keygen": "openssh-client",
     "systemd-nspawn": "systemd-container",
+    "unshare": "util-linux",
 }
 
 _STARTED = time.monotonic()

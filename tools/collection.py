@@ -17,8 +17,11 @@ from pathlib import Path
 from tools import ROOT, copy_sources
 
 FQCN = "llmfleet.sglang"
-#: How roles name files that they share: ``{{ role_path }}/../../files/...``
-SHARED = re.compile(r"role_path\s*(?:}}|~\s*['\"])/\.\./\.\./((?:files|templates)/[\w./-]+)")
+#: How roles name what they share: ``{{ role_path }}/../../files/...``, or the same with ``| dirname | dirname``.
+SHARED = re.compile(
+    r"role_path\s*(?:(?:}}|~\s*['\"])/\.\./\.\./|\|\s*dirname\s*\|\s*dirname\s*(?:}}|~\s*['\"])/)"
+    r"((?:files|templates)(?:/[\w.-]+)*)"
+)
 #: Parts of the repository that an installed collection must not carry.
 NOT_SHIPPED = (
     "testbed",

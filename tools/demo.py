@@ -87,7 +87,9 @@ def ask() -> None:
     pieces = [piece for piece in streamed() if piece]
     print(f"streamed: {''.join(pieces)!r} in {len(pieces)} pieces")
     if "".join(pieces) != whole["choices"][0]["message"]["content"]:
-        raise DemoError("The streamed answer is not the whole one, though the temperature is 0. Look at the servers' journals.")
+        raise DemoError(
+            "The streamed answer is not the whole one, though the temperature is 0. Look at the servers' journals."
+        )
     print("(The model has 0.4 million random weights: prefill, KV transfer and decode are real, its words are not.)")
     step(f"Prometheus at {PROMETHEUS} scrapes")
     found = targets()
@@ -131,7 +133,9 @@ def down() -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="tools/demo", description="A virtual GPU host with the whole deployment on it.")
+    parser = argparse.ArgumentParser(
+        prog="tools/demo", description="A virtual GPU host with the whole deployment on it."
+    )
     parser.add_argument("action", choices=["up", "ask", "down"])
     action = {"up": up, "ask": ask, "down": down}[parser.parse_args().action]
     os.environ["PATH"] = f"{cache_dir() / 'venv' / 'bin'}:{os.environ['PATH']}"
@@ -141,7 +145,10 @@ def main() -> int:
         print(f"\ndemo: {error}", file=sys.stderr)
         return 1
     except (urllib.error.URLError, OSError) as error:
-        print(f"\ndemo: no answer from the demo host {ADDRESS}: {error}. Run `make demo` to (re)build it.", file=sys.stderr)
+        print(
+            f"\ndemo: no answer from the demo host {ADDRESS}: {error}. Run `make demo` to (re)build it.",
+            file=sys.stderr,
+        )
         return 1
     return 0
 

@@ -26,7 +26,9 @@ def plan(
     monitor: str | None = None,
 ) -> dict[str, Any]:
     if host not in hosts:
-        raise AnsibleFilterError(f"{host} is not among the planned hosts {', '.join(hosts)}: put it into the group sglang")
+        raise AnsibleFilterError(
+            f"{host} is not among the planned hosts {', '.join(hosts)}: put it into the group sglang"
+        )
     return _plan.make_plan(host, _fleet(hostvars, hosts), artefacts, facts, monitor)
 
 

@@ -20,7 +20,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ansible_collections.llmfleet.sglang.plugins.module_utils import _engine
-from ansible_collections.llmfleet.sglang.plugins.module_utils._artefacts import UnknownSetError, requirements, wheel_sets
+from ansible_collections.llmfleet.sglang.plugins.module_utils._artefacts import (
+    UnknownSetError,
+    requirements,
+    wheel_sets,
+)
 
 SCHEMA = 1
 ENGINE_ROLES = ("prefill", "decode")
@@ -173,7 +177,9 @@ def _port(value: Any, what: str) -> int:
 
 def _integers(value: Any, what: str) -> list[int]:
     if not isinstance(value, Sequence) or isinstance(value, str):
-        raise Refused("type", f"{what} is {value!r}", "a list of whole numbers", f"write {what} as a list, such as [0, 1]")
+        raise Refused(
+            "type", f"{what} is {value!r}", "a list of whole numbers", f"write {what} as a list, such as [0, 1]"
+        )
     return [_integer(item, what) for item in value]
 
 
@@ -259,7 +265,10 @@ def parse_instance(raw: Any, number: int) -> Instance:
     unknown = sorted(set(entry) - set(INSTANCE_KEYS))
     if unknown:
         raise Refused(
-            "instance_key", f"{what} has the key {unknown[0]!r}", f"one of {', '.join(INSTANCE_KEYS)}", "correct its spelling"
+            "instance_key",
+            f"{what} has the key {unknown[0]!r}",
+            f"one of {', '.join(INSTANCE_KEYS)}",
+            "correct its spelling",
         )
     name, role = str(entry.get("name", "")), str(entry.get("role", ""))
     if not _NAME.fullmatch(name):
@@ -323,7 +332,10 @@ def parse_wants(host: str, variables: Mapping[str, Any]) -> Wants:
     for name, default in DEFAULTS.items():
         if isinstance(default, str):
             known[name] = attempt(_text, known[name], name)
-    for name, owned in (("plan_engine_args", _engine.ENGINE_OWNED_FLAGS), ("plan_router_args", _engine.ROUTER_OWNED_FLAGS)):
+    for name, owned in (
+        ("plan_engine_args", _engine.ENGINE_OWNED_FLAGS),
+        ("plan_router_args", _engine.ROUTER_OWNED_FLAGS),
+    ):
         known[name] = attempt(_flags, known[name], name, owned) or {}
     known["plan_environment"] = attempt(_environment, known["plan_environment"], "plan_environment") or {}
     for name in ("gpu_exporter_port", "prometheus_port"):
@@ -350,12 +362,16 @@ def parse_wants(host: str, variables: Mapping[str, Any]) -> Wants:
 def _choice(wants: Wants, name: str, allowed: Iterable[str]) -> None:
     options = list(allowed)
     if wants[name] not in options:
-        raise Refused("choice", f"{name} is {wants[name]!r}", f"one of {', '.join(options)}", f"set {name} to one of them")
+        raise Refused(
+            "choice", f"{name} is {wants[name]!r}", f"one of {', '.join(options)}", f"set {name} to one of them"
+        )
 
 
 def _clash(kind: str, holders: Mapping[Any, list[str]], cure: str) -> list[Refused]:
     return [
-        Refused(f"{kind}_shared", f"{kind} {key} is asked for by {' and '.join(names)}", f"one owner for each {kind}", cure)
+        Refused(
+            f"{kind}_shared", f"{kind} {key} is asked for by {' and '.join(names)}", f"one owner for each {kind}", cure
+        )
         for key, names in sorted(holders.items(), key=lambda item: str(item[0]))
         if len(names) > 1
     ]
@@ -405,7 +421,12 @@ def check_host(wants: Wants) -> list[Refused]:
             if instance.gpus:
                 why = "a router uses none" if instance.role == "router" else "plan_device is cpu"
                 refused.append(
-                    Refused("gpu_unused", f"{instance.name} has gpus {instance.gpus}", f"no gpus, since {why}", "remove gpus")
+                    Refused(
+                        "gpu_unused",
+                        f"{instance.name} has gpus {instance.gpus}",
+                        f"no gpus, since {why}",
+                        "remove gpus",
+                    )
                 )
         elif not instance.gpus:
             refused.append(Refused("gpu_none", f"{instance.name} has no gpus", "at least one GPU index", "set gpus"))
@@ -470,7 +491,13 @@ def check_group(fleet: Mapping[str, Wants], group: str, host: str) -> list[Refus
                     f"add a {role} to the group, or correct the group's name on its instances",
                 )
             )
-    for name in ("plan_engine_version", "plan_device", "plan_transfer_backend", "plan_model_path", "plan_served_model_name"):
+    for name in (
+        "plan_engine_version",
+        "plan_device",
+        "plan_transfer_backend",
+        "plan_model_path",
+        "plan_served_model_name",
+    ):
         values: dict[str, list[str]] = {}
         for role in ENGINE_ROLES:
             for wants, _instance in _members(fleet, group, role):
@@ -487,7 +514,9 @@ def check_group(fleet: Mapping[str, Wants], group: str, host: str) -> list[Refus
             )
     routers = {wants.host for wants, _instance in _members(fleet, group, "router")}
     for member in (*_members(fleet, group, "prefill"), *_members(fleet, group, "decode")):
-        peers = routers if member[1].role == "decode" else routers | {w.host for w, _i in _members(fleet, group, "decode")}
+        peers = (
+            routers if member[1].role == "decode" else routers | {w.host for w, _i in _members(fleet, group, "decode")}
+        )
         for peer in sorted(peers):
             if host in (peer, member[0].host):
                 try:
@@ -541,7 +570,14 @@ def _release(wants: Wants, artefacts: Mapping[str, Any], kind: str) -> dict[str,
         ) from error
     release = release_id(wants, lines)
     path = f"{wants['plan_root']}/{folder}/{release}"
-    return {"version": version, "release": release, "dir": path, "set": name, "python": f"{path}/venv/bin/python", "base_python": wants["plan_python"]}
+    return {
+        "version": version,
+        "release": release,
+        "dir": path,
+        "set": name,
+        "python": f"{path}/venv/bin/python",
+        "base_python": wants["plan_python"],
+    }
 
 
 def _effective_flags(wants: Wants, instance: Instance) -> dict[str, Any]:
@@ -670,7 +706,7 @@ def _instance_environment(wants: Wants, instance: Instance) -> dict[str, str]:
         engine = _engine.ENGINES[wants["plan_engine_version"]]
         found |= engine.environment
         found |= engine.devices[wants["plan_device"]].environment
-        found["PROMETHEUS_MULTIPROC_DIR"] = f"/run/llmfleet/{instance.name}"
+        found["PROMETHEUS_MULTIPROC_DIR"] = f"/run/llmfleet/{instance.name}/metrics"
         for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE"):
             found[name] = f"{cache}/{name.lower().split('_', 1)[0]}"
         if instance.gpus:
@@ -787,12 +823,17 @@ def check_platform(facts: Mapping[str, Any]) -> list[Refused]:
     if system["major"] not in _engine.PLATFORMS.get(system["distribution"], ()):
         known = ", ".join(f"{name} {version}" for name, versions in _engine.PLATFORMS.items() for version in versions)
         refused.append(
-            Refused("os", f"{system['distribution']} {system['major']}", known, "install a supported system on this host")
+            Refused(
+                "os", f"{system['distribution']} {system['major']}", known, "install a supported system on this host"
+            )
         )
     if system["arch"] not in _engine.ARCHITECTURES:
         refused.append(
             Refused(
-                "arch", system["arch"], " or ".join(_engine.ARCHITECTURES), "use a host of that architecture: wheels are pinned for it"
+                "arch",
+                system["arch"],
+                " or ".join(_engine.ARCHITECTURES),
+                "use a host of that architecture: wheels are pinned for it",
             )
         )
     return refused
@@ -808,7 +849,9 @@ def check_model(wants: Wants, facts: Mapping[str, Any]) -> list[Refused]:
         return [
             Refused(
                 "model_source",
-                f"model_source {source['path']} does not exist on the controller" if not source["exists"] else f"{source['path']} is a file",
+                f"model_source {source['path']} does not exist on the controller"
+                if not source["exists"]
+                else f"{source['path']} is a file",
                 "a folder with the model's files",
                 "correct model_source, or put the model on the host and leave model_source out",
             )
@@ -925,6 +968,9 @@ def make_plan(
         "engine": {},
         "router": {},
         "model": {"path": wants["plan_model_path"], "served_name": ""},
+        "gpus": []
+        if facts is None
+        else [{"index": gpu["index"], "pci": gpu["pci"]} for gpu in facts["topology"]["gpus"]],
         "instances": [],
         "groups": {},
         "scrape": [],

@@ -61,6 +61,7 @@ SHOW_PROPERTIES = (
     "ActiveEnterTimestampMonotonic",
     "Result",
     "NeedDaemonReload",
+    "RuntimeDirectory",
 )
 
 
@@ -74,19 +75,24 @@ def parse_show(text: str) -> list[dict[str, str]]:
     return blocks
 
 
-def unit_state(properties: Mapping[str, str], environment_of: Callable[[int], bytes]) -> dict[str, object]:
-    """What a reader needs of one unit. ``environment_of(pid)`` gives the bytes of /proc/<pid>/environ.
+def fingerprint_file(properties: Mapping[str, str]) -> str:
+    """Where a unit's start leaves the fingerprint of what it runs; empty for a unit without runtime directory.
 
-    ``fingerprint`` is what the *running* process was started with (LLMFLEET_FINGERPRINT), empty when none runs; the
-    unit file may already say something else.
+    The unit writes it in ExecStartPre= from its own environment, and systemd removes the folder when the unit stops.
+    /proc/<pid>/environ would not do: programs that set their process title, as the router does, write over it.
+    """
+    folders = properties.get("RuntimeDirectory", "").split()
+    return f"/run/{folders[0]}/fingerprint" if folders else ""
+
+
+def unit_state(properties: Mapping[str, str], read: Callable[[str], str]) -> dict[str, object]:
+    """What a reader needs of one unit. ``read(path)`` gives a file's text, nothing when there is none.
+
+    ``fingerprint`` is what the *running* process was started with, empty when none runs; the unit file may already say
+    something else.
     """
     pid = int(properties.get("MainPID") or 0)
-    fingerprint = ""
-    if pid > 0:
-        for entry in environment_of(pid).split(b"\0"):
-            name, _sep, value = entry.partition(b"=")
-            if name == b"LLMFLEET_FINGERPRINT":
-                fingerprint = value.decode("utf-8", "replace")
+    path = fingerprint_file(properties)
     return {
         "loaded": properties.get("LoadState") == "loaded",
         "active_state": properties.get("ActiveState", "inactive"),
@@ -98,5 +104,5 @@ def unit_state(properties: Mapping[str, str], environment_of: Callable[[int], by
         "path": properties.get("FragmentPath", ""),
         "started_monotonic_us": int(properties.get("ActiveEnterTimestampMonotonic") or 0),
         "needs_daemon_reload": properties.get("NeedDaemonReload") == "yes",
-        "fingerprint": fingerprint,
+        "fingerprint": read(path).strip() if pid > 0 and path else "",
     }

@@ -108,7 +108,9 @@ def read_gpus(sysfs_root: str, extra_ids: list[str] | None = None) -> list[dict[
     gpus: list[dict[str, Any]] = []
     for name in sorted(os.listdir(base), key=normalise_pci):
         path = os.path.join(base, name)
-        vendor, device = (_read(os.path.join(path, key)).strip().lower().removeprefix("0x") for key in ("vendor", "device"))
+        vendor, device = (
+            _read(os.path.join(path, key)).strip().lower().removeprefix("0x") for key in ("vendor", "device")
+        )
         pci_class = _read(os.path.join(path, "class")).strip().lower().removeprefix("0x")
         if not ((vendor == NVIDIA_VENDOR and pci_class[:4] in GPU_CLASSES) or f"{vendor}:{device}" in wanted):
             continue

@@ -98,7 +98,9 @@ def main() -> None:
     )
     release = Release(**module.params)
     if not re.fullmatch(r"[A-Za-z0-9._-]+", release.id):
-        module.fail_json(msg=f"id is {release.id!r}; expected letters, digits, dots, hyphens (it becomes a folder's name)")
+        module.fail_json(
+            msg=f"id is {release.id!r}; expected letters, digits, dots, hyphens (it becomes a folder's name)"
+        )
     if not release.requirements:
         module.fail_json(msg="requirements is empty; expected at least one pinned line from the artefact manifest")
     if is_complete(release.path):

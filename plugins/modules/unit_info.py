@@ -12,7 +12,7 @@ short_description: Read the state of systemd units, and what their running proce
 version_added: 0.1.0
 author: llmfleet developers (@llmfleet)
 description:
-  - Reads unit properties, and the fingerprint in the environment of the running main process.
+  - Reads unit properties, and the fingerprint that the unit's start has left in its runtime directory.
   - A unit that does not exist is reported as not loaded, so that an empty host can be read too.
 options:
   units:
@@ -60,13 +60,13 @@ from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.llmfleet.sglang.plugins.module_utils._systemd import SHOW_PROPERTIES, parse_show, unit_state
 
 
-def environment_of(pid: int) -> bytes:
-    """The environment a process was started with; nothing if it has just ended."""
+def read_text(path: str) -> str:
+    """The text of a file; nothing if it is not there, for a unit may stop while it is looked at."""
     try:
-        with open(f"/proc/{pid}/environ", "rb") as stream:
+        with open(path, encoding="utf-8") as stream:
             return stream.read()
     except OSError:
-        return b""
+        return ""
 
 
 def main() -> None:
@@ -77,7 +77,7 @@ def main() -> None:
     for unit in module.params["units"]:
         command = ["systemctl", "show", f"--property={','.join(SHOW_PROPERTIES)}", "--", unit]
         _rc, out, _err = module.run_command(command, check_rc=True)
-        units[unit] = unit_state(parse_show(out)[0], environment_of)
+        units[unit] = unit_state(parse_show(out)[0], read_text)
     module.exit_json(changed=False, units=units)
 
 

@@ -87,7 +87,7 @@ def main() -> None:
 
     def state() -> dict[str, object]:
         command = ["systemctl", "show", f"--property={','.join(SHOW_PROPERTIES)}", "--", unit]
-        return unit_state(parse_show(module.run_command(command, check_rc=True)[1])[0], lambda _pid: b"")
+        return unit_state(parse_show(module.run_command(command, check_rc=True)[1])[0], lambda _path: "")
 
     outcome = wait(probe, state, time.monotonic, time.sleep, module.params["timeout"], module.params["interval"])
     seconds = round(outcome.seconds, 1)

@@ -29,14 +29,23 @@ def test_the_steps_pin_digests_and_resolve_nothing(tmp_path: Path) -> None:
 
 
 def test_an_index_is_named_only_when_asked_for(tmp_path: Path) -> None:
-    flat = [word for _name, command in _release.steps(release(tmp_path, index_url="http://i/simple")) for word in command]
+    flat = [
+        word for _name, command in _release.steps(release(tmp_path, index_url="http://i/simple")) for word in command
+    ]
     assert "--index-url=http://i/simple" in flat
-    assert not [word for _n, command in _release.steps(release(tmp_path)) for word in command if word.startswith(("--index", "--no-index"))]
+    assert not [
+        word
+        for _n, command in _release.steps(release(tmp_path))
+        for word in command
+        if word.startswith(("--index", "--no-index"))
+    ]
 
 
 def test_a_build_that_succeeds_writes_its_manifest_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(_release, "steps", lambda wanted: [("look", ["test", "!", "-e", f"{wanted.path}/manifest.json"])])
+    monkeypatch.setattr(
+        _release, "steps", lambda wanted: [("look", ["test", "!", "-e", f"{wanted.path}/manifest.json"])]
+    )
     source = tmp_path / "source"
     source.mkdir()
     (source / "a.py").write_text("1")

@@ -71,6 +71,7 @@ MainPID=42
 NRestarts=3
 NeedDaemonReload=no
 Result=success
+RuntimeDirectory=llmfleet/a llmfleet/a/metrics
 
 Id=b.service
 LoadState=not-found
@@ -79,10 +80,15 @@ MainPID=0
 """
 
 
-def test_units_are_read_with_what_their_process_was_started_with() -> None:
+def test_units_are_read_with_what_their_start_has_noted() -> None:
     first, second = parse_show(SHOW)
-    state = unit_state(first, {42: b"A=1\0LLMFLEET_FINGERPRINT=abc\0"}.__getitem__)
+    state = unit_state(first, {"/run/llmfleet/a/fingerprint": "abc\n"}.__getitem__)
     assert state["fingerprint"] == "abc"
     assert (state["loaded"], state["enabled"], state["restarts"], state["main_pid"]) == (True, True, 3, 42)
     missing = unit_state(second, {}.__getitem__)
     assert (missing["loaded"], missing["fingerprint"], missing["active_state"]) == (False, "", "inactive")
+
+
+def test_a_note_counts_only_while_a_process_runs() -> None:
+    stopped = parse_show(SHOW)[0] | {"MainPID": "0"}
+    assert unit_state(stopped, lambda _path: "abc")["fingerprint"] == ""

@@ -26,7 +26,11 @@ def node(root: Path, number: int, cpus: str, total_kib: int, distance: str = "10
     base = f"devices/system/node/node{number}"
     put(root, f"{base}/cpulist", f"{cpus}\n")
     put(root, f"{base}/distance", f"{distance}\n")
-    put(root, f"{base}/meminfo", f"Node {number} MemTotal:  {total_kib} kB\nNode {number} MemFree:  {total_kib // 2} kB\n")
+    put(
+        root,
+        f"{base}/meminfo",
+        f"Node {number} MemTotal:  {total_kib} kB\nNode {number} MemFree:  {total_kib // 2} kB\n",
+    )
 
 
 def pci(root: Path, address: str, vendor: str, device: str, pci_class: str, numa_node: int, cpus: str = "0") -> None:
@@ -49,13 +53,22 @@ def tree(tmp_path: Path) -> Path:
 
 def test_nodes_are_read_in_bytes(tree: Path) -> None:
     nodes = read_topology(str(tree))["nodes"]
-    assert nodes[1] == {"id": 1, "cpus": [2, 3], "mem_total": 2000 * 1024, "mem_free": 1000 * 1024, "distances": [21, 10]}
+    assert nodes[1] == {
+        "id": 1,
+        "cpus": [2, 3],
+        "mem_total": 2000 * 1024,
+        "mem_free": 1000 * 1024,
+        "distances": [21, 10],
+    }
     assert [entry["id"] for entry in nodes] == [0, 1]
 
 
 def test_gpus_are_nvidias_display_controllers_in_pci_order(tree: Path) -> None:
     gpus = read_topology(str(tree))["gpus"]
-    assert [(gpu["index"], gpu["pci"], gpu["numa_node"]) for gpu in gpus] == [(0, "0000:17:00.0", 0), (1, "0000:81:00.0", 1)]
+    assert [(gpu["index"], gpu["pci"], gpu["numa_node"]) for gpu in gpus] == [
+        (0, "0000:17:00.0", 0),
+        (1, "0000:81:00.0", 1),
+    ]
     assert gpus[1]["cpus"] == [2, 3]
 
 
