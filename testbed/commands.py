@@ -65,12 +65,14 @@ def up(layout: Layout, wanted: Host) -> bool:
             host.save(layout)
         else:
             _refuse_other_settings(host, wanted)
-        if host.running():
-            stage.ensure(layout)  # the stand-ins it sees may have changed in the source tree
-            say(f"{host.name} is running" + (f" with faults: {', '.join(host.faults)}" if host.faults else ""))
-            return False
-        _start(layout, host)
-        return True
+        if not host.running():
+            _start(layout, host)
+            return True
+        stage.ensure(layout)  # the stand-ins it sees may have changed in the source tree
+        if not host.faults:
+            _wait_until_up(layout, host)  # a command that was interrupted may have left it half-way
+        say(f"{host.name} is running" + (f" with faults: {', '.join(host.faults)}" if host.faults else ""))
+        return False
 
 
 def down(layout: Layout, name: str) -> bool:
@@ -268,6 +270,12 @@ def _start(layout: Layout, host: Host) -> None:
     say(f"starting {host.name} ({host.backend}, index {host.index})")
     _backend(host).start(layout, host)
     host.save(layout)
+    _wait_until_up(layout, host)
+    say(f"{host.name} is up: ssh -i {layout.ssh_key} -p {host.port} root@{host.address}")
+
+
+def _wait_until_up(layout: Layout, host: Host) -> None:
+    """Wait until the host answers ssh and its systemd has settled; units that failed are named, not refused."""
     limit = BOOT_SECONDS[host.backend]
 
     def explain() -> str:
@@ -293,7 +301,6 @@ def _start(layout: Layout, host: Host) -> None:
     if state == "degraded":
         _, failed = in_host(layout, host, ["systemctl", "--failed", "--no-legend", "--plain"])
         say(f"{host.name}: units failed at boot:\n{failed}")
-    say(f"{host.name} is up: ssh -i {layout.ssh_key} -p {host.port} root@{host.address}")
 
 
 def _stop(layout: Layout, host: Host) -> None:

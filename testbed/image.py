@@ -103,7 +103,7 @@ FILES = {
     # For virtual machines; an nspawn host gets its own.
     "/etc/fstab": (
         "LABEL=root / ext4 defaults,noatime 0 1\n"
-        "LABEL=stand-ins /opt/llmfleet-testbed ext4 ro,nofail,x-systemd.device-timeout=10 0 0\n"
+        "LABEL=stand-ins /opt/llmfleet-testbed ext4 ro,nofail,x-systemd.device-timeout=300 0 0\n"
     ),
     "/etc/hostname": "testbed\n",
     "/etc/hosts": "127.0.0.1 localhost\n",

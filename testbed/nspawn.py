@@ -170,8 +170,9 @@ def fill_disk(path: Path) -> None:
 
 
 def remove_bridge() -> None:
-    """Remove the bridge when no host is left on it."""
-    if Path(f"/sys/class/net/{BRIDGE}").exists():
+    """Remove the bridge when nothing is left on it (a testbed in another state directory may use it too)."""
+    bridge = Path(f"/sys/class/net/{BRIDGE}")
+    if bridge.exists() and not any((bridge / "brif").iterdir()):
         run(["ip", "link", "del", BRIDGE])
 
 

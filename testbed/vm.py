@@ -7,6 +7,7 @@ The GPUs are QEMU's ``edu`` devices (PCI 1234:11e8): they have an address and a 
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import shlex
@@ -22,6 +23,7 @@ from testbed import stage
 from testbed.host import Host, Snapshot, load_snapshot, ssh_argv
 from testbed.image import Image
 from testbed.layout import Layout, mac, machine_id, ssh_port, vm_lan_address
+from testbed.nspawn import fill_disk
 from testbed.shell import TestbedError, locked, require_programs, run, say, wait_until, write_atomically
 
 FAULTS = ("network", "hang", "power", "disk-full", "gpu-lost")
@@ -152,10 +154,8 @@ def break_(layout: Layout, host: Host, fault: str) -> None:
     elif fault == "power":
         cut_power(layout, host)
     elif fault == "disk-full":
-        # fallocate takes what it can in big steps; the rest is written until the disk refuses.
-        free = "$(df --output=avail -B1 / | tail -1)"
-        script = f"fallocate -l {free} {_FILL}; cat /dev/zero >> {_FILL} 2>/dev/null; sync"
-        run(ssh_argv(layout, host, [script]), check=False, timeout=300)
+        program = f"import os\nfrom pathlib import Path\n{inspect.getsource(fill_disk)}\nfill_disk(Path({_FILL!r}))\n"
+        run(ssh_argv(layout, host, ["python3", "-"]), text_in=program, timeout=300)
     else:
         slot = fault.partition(":")[2]
         qmp(layout, host, "device_del", id=f"gpu{slot}")

@@ -50,7 +50,7 @@ def chat(stream: bool) -> urllib.request.Request:
         "temperature": 0,
         "stream": stream,
     }
-    return urllib.request.Request(  # noqa: S310 - the demo's own router
+    return urllib.request.Request(
         f"{ROUTER}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
     )
 

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """Writes the Grafana dashboards beside this file, one ``<name>.json`` for each entry of ``DASHBOARDS``.
 

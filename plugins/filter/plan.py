@@ -36,7 +36,7 @@ def scrape_targets(hostvars: Mapping[str, Any], hosts: Sequence[str], monitor: s
     fleet = {name: _plan.parse_wants(name, variables) for name, variables in _fleet(hostvars, hosts).items()}
     try:
         return _plan.scrape_targets(fleet, monitor)
-    except _plan.Refused as refused:
+    except _plan.RefusalError as refused:
         raise AnsibleFilterError(_plan.refusal_text([refused.on(monitor)])) from refused
 
 

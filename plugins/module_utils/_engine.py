@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 GIB = 1024**3
-
-Value = bool | int | float | str | list[str]
 
 
 @dataclass(frozen=True)
 class Device:
     """What a device asks of the engine: flags by role ("" for every role), environment, room for a release."""
 
-    flags: Mapping[str, Mapping[str, Value]]
+    flags: Mapping[str, Mapping[str, Any]]
     environment: Mapping[str, str]
     release_bytes: int
 
@@ -41,7 +40,7 @@ class Router:
     """One release of the router. ``flags`` are those that no one prefill and one decode can be run safely without."""
 
     version: str
-    flags: Mapping[str, Value]
+    flags: Mapping[str, Any]
     release_bytes: int
 
 

@@ -77,7 +77,7 @@ _TRUE = ("true", "yes")
 _FALSE = ("false", "no")
 
 
-class Refused(Exception):
+class RefusalError(Exception):
     """One thing the plan cannot accept, with all that a person needs: found, expected, cure."""
 
     def __init__(self, code: str, found: str, expected: str, cure: str) -> None:
@@ -123,7 +123,7 @@ class Wants:
     host: str
     variables: dict[str, Any]
     instances: list[Instance] = field(default_factory=list)
-    refusals: list[Refused] = field(default_factory=list)
+    refusals: list[RefusalError] = field(default_factory=list)
 
     def __getitem__(self, name: str) -> Any:
         return self.variables[name]
@@ -158,26 +158,29 @@ def is_loopback(address: str) -> bool:
 
 
 def is_wildcard(address: str) -> bool:
-    return address in ("0.0.0.0", "::")
+    try:
+        return ipaddress.ip_address(address).is_unspecified
+    except ValueError:
+        return False
 
 
 def _integer(value: Any, what: str) -> int:
     """An int, also from a string of digits, since extra variables and INI inventories only know strings."""
     if isinstance(value, bool) or not re.fullmatch(r"-?\d+", str(value).strip()):
-        raise Refused("type", f"{what} is {value!r}", "a whole number", f"write {what} as a number")
+        raise RefusalError("type", f"{what} is {value!r}", "a whole number", f"write {what} as a number")
     return int(value)
 
 
 def _port(value: Any, what: str) -> int:
     port = _integer(value, what)
     if not 1 <= port <= 65535:
-        raise Refused("port", f"{what} is {port}", "a TCP port from 1 to 65535", f"give {what} a valid port")
+        raise RefusalError("port", f"{what} is {port}", "a TCP port from 1 to 65535", f"give {what} a valid port")
     return port
 
 
 def _integers(value: Any, what: str) -> list[int]:
     if not isinstance(value, Sequence) or isinstance(value, str):
-        raise Refused(
+        raise RefusalError(
             "type", f"{what} is {value!r}", "a list of whole numbers", f"write {what} as a list, such as [0, 1]"
         )
     return [_integer(item, what) for item in value]
@@ -186,13 +189,13 @@ def _integers(value: Any, what: str) -> list[int]:
 def _text(value: Any, what: str) -> str:
     """Text; a bare version such as 0.5 arrives as a number."""
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise Refused("type", f"{what} is {value!r}", "text", f"write {what} as text")
+        raise RefusalError("type", f"{what} is {value!r}", "text", f"write {what} as text")
     return str(value)
 
 
 def _mapping(value: Any, what: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        raise Refused("type", f"{what} is {value!r}", "a mapping", f"write {what} as 'name: value' lines")
+        raise RefusalError("type", f"{what} is {value!r}", "a mapping", f"write {what} as 'name: value' lines")
     return {str(key): item for key, item in value.items()}
 
 
@@ -231,21 +234,21 @@ def _flags(value: Any, what: str, owned: Sequence[str]) -> dict[str, Any]:
     flags = _mapping(value, what)
     for name in flags:
         if not _FLAG.fullmatch(name):
-            raise Refused(
+            raise RefusalError(
                 "flag",
                 f"{what} names {name!r}",
                 "a full flag name without leading dashes, such as context-length",
                 f"rename it in {what}",
             )
         if name in owned:
-            raise Refused(
+            raise RefusalError(
                 "flag_owned",
                 f"{what} sets {name}",
                 "flags that the plan does not write itself",
                 f"remove {name} from {what}: the plan derives it from the instance",
             )
     if str(flags.get("max-queued-requests")) == "0":
-        raise Refused(
+        raise RefusalError(
             "queue_bound",
             f"{what} sets max-queued-requests to 0",
             "1 or more, or no such flag",
@@ -259,12 +262,12 @@ def _environment(value: Any, what: str) -> dict[str, str]:
 
 
 def parse_instance(raw: Any, number: int) -> Instance:
-    """One entry of plan_instances. Raises Refused at the first thing that is wrong with it."""
+    """One entry of plan_instances. Raises RefusalError at the first thing that is wrong with it."""
     entry = _mapping(raw, f"plan_instances[{number}]")
     what = f"instance {entry.get('name', number)!r}"
     unknown = sorted(set(entry) - set(INSTANCE_KEYS))
     if unknown:
-        raise Refused(
+        raise RefusalError(
             "instance_key",
             f"{what} has the key {unknown[0]!r}",
             f"one of {', '.join(INSTANCE_KEYS)}",
@@ -272,25 +275,25 @@ def parse_instance(raw: Any, number: int) -> Instance:
         )
     name, role = str(entry.get("name", "")), str(entry.get("role", ""))
     if not _NAME.fullmatch(name):
-        raise Refused(
+        raise RefusalError(
             "name",
             f"plan_instances[{number}] is named {name!r}",
             "lower case letters, digits and hyphens, at most 40, a letter first (it becomes the unit's name)",
             "give the instance such a name",
         )
     if role not in ROLES:
-        raise Refused("role", f"{what} has the role {role!r}", f"one of {', '.join(ROLES)}", "correct the role")
+        raise RefusalError("role", f"{what} has the role {role!r}", f"one of {', '.join(ROLES)}", "correct the role")
     if "port" not in entry:
-        raise Refused("port", f"{what} has no port", "the TCP port of its HTTP API", "set port")
+        raise RefusalError("port", f"{what} has no port", "the TCP port of its HTTP API", "set port")
     if role == "prefill" and entry.get("bootstrap_port") is None:
-        raise Refused(
+        raise RefusalError(
             "bootstrap_port",
             f"{what} is a prefill without bootstrap_port",
             "the port on which decode servers find it",
             "set bootstrap_port (8998 is the engine's default), a different one for each prefill of a host",
         )
     if role == "router" and entry.get("metrics_port") is None:
-        raise Refused(
+        raise RefusalError(
             "metrics_port",
             f"{what} is a router without metrics_port",
             "the port of its Prometheus metrics, which the API port does not carry",
@@ -325,7 +328,7 @@ def parse_wants(host: str, variables: Mapping[str, Any]) -> Wants:
     def attempt(parse: Any, *arguments: Any) -> Any:
         try:
             return parse(*arguments)
-        except Refused as refused:
+        except RefusalError as refused:
             wants.refusals.append(refused)
             return None
 
@@ -344,7 +347,7 @@ def parse_wants(host: str, variables: Mapping[str, Any]) -> Wants:
     raw = variables.get("plan_instances") or []
     if not isinstance(raw, Sequence) or isinstance(raw, str) or not raw:
         wants.refusals.append(
-            Refused(
+            RefusalError(
                 "no_instances",
                 f"plan_instances is {raw!r}" if raw else "no instance",
                 "a list with at least one prefill, decode or router",
@@ -362,14 +365,14 @@ def parse_wants(host: str, variables: Mapping[str, Any]) -> Wants:
 def _choice(wants: Wants, name: str, allowed: Iterable[str]) -> None:
     options = list(allowed)
     if wants[name] not in options:
-        raise Refused(
+        raise RefusalError(
             "choice", f"{name} is {wants[name]!r}", f"one of {', '.join(options)}", f"set {name} to one of them"
         )
 
 
-def _clash(kind: str, holders: Mapping[Any, list[str]], cure: str) -> list[Refused]:
+def _clash(kind: str, holders: Mapping[Any, list[str]], cure: str) -> list[RefusalError]:
     return [
-        Refused(
+        RefusalError(
             f"{kind}_shared", f"{kind} {key} is asked for by {' and '.join(names)}", f"one owner for each {kind}", cure
         )
         for key, names in sorted(holders.items(), key=lambda item: str(item[0]))
@@ -377,14 +380,14 @@ def _clash(kind: str, holders: Mapping[Any, list[str]], cure: str) -> list[Refus
     ]
 
 
-def check_host(wants: Wants) -> list[Refused]:
+def check_host(wants: Wants) -> list[RefusalError]:
     """What is wrong with one host's wants, whatever the host is like."""
     refused = list(wants.refusals)
 
     def attempt(check: Any, *arguments: Any) -> None:
         try:
             check(*arguments)
-        except Refused as error:
+        except RefusalError as error:
             refused.append(error)
 
     attempt(_choice, wants, "plan_engine_version", _engine.ENGINES)
@@ -396,7 +399,7 @@ def check_host(wants: Wants) -> list[Refused]:
         attempt(_choice, wants, "plan_transfer_backend", engine.transfer_backends)
     if not str(wants["plan_model_path"]).startswith("/"):
         refused.append(
-            Refused(
+            RefusalError(
                 "model_path",
                 f"plan_model_path is {wants['plan_model_path']!r}",
                 "the absolute path of the model's folder on the host",
@@ -421,7 +424,7 @@ def check_host(wants: Wants) -> list[Refused]:
             if instance.gpus:
                 why = "a router uses none" if instance.role == "router" else "plan_device is cpu"
                 refused.append(
-                    Refused(
+                    RefusalError(
                         "gpu_unused",
                         f"{instance.name} has gpus {instance.gpus}",
                         f"no gpus, since {why}",
@@ -429,10 +432,12 @@ def check_host(wants: Wants) -> list[Refused]:
                     )
                 )
         elif not instance.gpus:
-            refused.append(Refused("gpu_none", f"{instance.name} has no gpus", "at least one GPU index", "set gpus"))
+            refused.append(
+                RefusalError("gpu_none", f"{instance.name} has no gpus", "at least one GPU index", "set gpus")
+            )
         if instance.tp_size < 1 or (instance.gpus and len(instance.gpus) % instance.tp_size):
             refused.append(
-                Refused(
+                RefusalError(
                     "tp_size",
                     f"tp_size of {instance.name} is {instance.tp_size} with {len(instance.gpus)} GPUs",
                     "a divisor of the number of GPUs, 1 or more",
@@ -441,7 +446,7 @@ def check_host(wants: Wants) -> list[Refused]:
             )
         if instance.numa_nodes is not None and (not instance.numa_nodes or min(instance.numa_nodes) < 0):
             refused.append(
-                Refused(
+                RefusalError(
                     "numa_node",
                     f"numa_nodes of {instance.name} is {instance.numa_nodes}",
                     "node numbers of the host, 0 or more (-1 means that the firmware does not say)",
@@ -464,11 +469,11 @@ def _members(fleet: Mapping[str, Wants], group: str, role: str) -> list[Member]:
 
 
 def advertised(member: Member, seen_from: str) -> str:
-    """The host part under which ``seen_from`` reaches an instance. Raises Refused where it cannot."""
+    """The host part under which ``seen_from`` reaches an instance. Raises RefusalError where it cannot."""
     wants, instance = member
     if is_loopback(instance.host):
         if wants.host != seen_from:
-            raise Refused(
+            raise RefusalError(
                 "loopback",
                 f"{instance.name} on {wants.host} listens on {instance.host}, and {seen_from} has to reach it",
                 f"an address that {seen_from} can reach",
@@ -478,13 +483,13 @@ def advertised(member: Member, seen_from: str) -> str:
     return wants.address if is_wildcard(instance.host) else instance.host
 
 
-def check_group(fleet: Mapping[str, Wants], group: str, host: str) -> list[Refused]:
+def check_group(fleet: Mapping[str, Wants], group: str, host: str) -> list[RefusalError]:
     """What is wrong with a PD group as seen from one of its hosts."""
     refused = []
     for role in ROLES:
         if not _members(fleet, group, role):
             refused.append(
-                Refused(
+                RefusalError(
                     "group_incomplete",
                     f"group {group} has no {role}",
                     "at least one prefill, one decode and one router in each group",
@@ -505,7 +510,7 @@ def check_group(fleet: Mapping[str, Wants], group: str, host: str) -> list[Refus
         if len(values) > 1:
             told = ", ".join(f"{value!r} on {' '.join(sorted(set(hosts)))}" for value, hosts in sorted(values.items()))
             refused.append(
-                Refused(
+                RefusalError(
                     "group_disagrees",
                     f"{name} of group {group} is {told}",
                     "one value for all prefill and decode servers of a group",
@@ -521,12 +526,12 @@ def check_group(fleet: Mapping[str, Wants], group: str, host: str) -> list[Refus
             if host in (peer, member[0].host):
                 try:
                     advertised(member, peer)
-                except Refused as error:
+                except RefusalError as error:
                     refused.append(error)
     return refused
 
 
-def check_peers(fleet: Mapping[str, Wants], groups: Sequence[str], host: str) -> list[Refused]:
+def check_peers(fleet: Mapping[str, Wants], groups: Sequence[str], host: str) -> list[RefusalError]:
     """A host cannot be planned when another of its PD groups is not sound: it would be told half of the group."""
     peers = [
         wants
@@ -534,7 +539,7 @@ def check_peers(fleet: Mapping[str, Wants], groups: Sequence[str], host: str) ->
         if wants.host != host and any(instance.group in groups for instance in wants.instances)
     ]
     return [
-        Refused(
+        RefusalError(
             "peer",
             f"{wants.host}, of the same PD group, is refused: {problems[0]}",
             "every host of a group to be sound",
@@ -562,7 +567,7 @@ def _release(wants: Wants, artefacts: Mapping[str, Any], kind: str) -> dict[str,
     try:
         lines = requirements(artefacts, name)
     except UnknownSetError as error:
-        raise Refused(
+        raise RefusalError(
             "artefacts",
             f"the artefact manifest has no set {name}",
             f"one of {', '.join(wheel_sets(artefacts))}",
@@ -607,6 +612,10 @@ def engine_argv(wants: Wants, instance: Instance, python: str) -> list[str]:
     if instance.bootstrap_port is not None:
         flags["disaggregation-bootstrap-port"] = instance.bootstrap_port
     return [python, "-m", _engine.ENGINES[wants["plan_engine_version"]].module, *render_flags(flags)]
+
+
+def _metrics_port(instance: Instance) -> int:
+    return instance.metrics_port or instance.port
 
 
 def metrics_host(wants: Wants, instance: Instance, monitor: str) -> str:
@@ -656,7 +665,7 @@ def node_set(wants: Wants, instance: Instance, topology: Mapping[str, Any]) -> l
     if instance.numa_nodes is not None:
         missing = [node for node in instance.numa_nodes if node not in known]
         if missing:
-            raise Refused(
+            raise RefusalError(
                 "numa_node",
                 f"numa_nodes of {instance.name} names node {missing[0]}",
                 f"nodes of this host: {', '.join(map(str, known))}",
@@ -668,14 +677,14 @@ def node_set(wants: Wants, instance: Instance, topology: Mapping[str, Any]) -> l
     for index in instance.gpus:
         gpu = by_index.get(index)
         if gpu is None:
-            raise Refused(
+            raise RefusalError(
                 "gpu_missing",
                 f"{instance.name} asks for GPU {index}",
                 f"GPUs of this host: {', '.join(map(str, sorted(by_index))) or 'none on the PCI bus'}",
                 "correct gpus; `nvidia-smi -L` on the host lists them",
             )
         if gpu["numa_node"] is None and wants["plan_numa_policy"] != "none":
-            raise Refused(
+            raise RefusalError(
                 "numa_unknown",
                 f"the firmware does not say to which NUMA node GPU {index} ({gpu['pci']}) belongs",
                 "a node for each GPU",
@@ -745,11 +754,10 @@ def _instance_plan(
         "host": instance.host,
         "port": instance.port,
         "bootstrap_port": instance.bootstrap_port,
-        # Where this host itself reaches the instance: a wildcard address is not one to connect to.
         "url": f"http://{bracketed(local_address(instance.host))}:{instance.port}",
         "metrics": {
             "host": metrics_host(wants, instance, monitor),
-            "port": instance.metrics_port or instance.port,
+            "port": _metrics_port(instance),
             "path": "/metrics",
         },
         "ports": instance.ports,
@@ -760,7 +768,10 @@ def _instance_plan(
 
 
 def local_address(address: str) -> str:
-    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
+    """Where this host itself reaches what listens on an address: a wildcard is not one to connect to."""
+    if not is_wildcard(address):
+        return address
+    return "::1" if ":" in address else "127.0.0.1"
 
 
 def _group_plan(fleet: Mapping[str, Wants], group: str, artefacts: Mapping[str, Any]) -> dict[str, Any]:
@@ -784,7 +795,7 @@ def _group_plan(fleet: Mapping[str, Wants], group: str, artefacts: Mapping[str, 
 def scrape_targets(fleet: Mapping[str, Wants], monitor: str) -> list[dict[str, Any]]:
     """What Prometheus on ``monitor`` scrapes: every instance and exporter of the whole inventory.
 
-    Raises Refused where a target listens on another host's loopback.
+    Raises RefusalError where a target listens on another host's loopback.
     """
     jobs: dict[str, list[dict[str, Any]]] = {"sglang": [], "router": [], "gpu_exporter": []}
     for wants in sorted(fleet.values(), key=lambda item: item.host):
@@ -792,7 +803,7 @@ def scrape_targets(fleet: Mapping[str, Wants], monitor: str) -> list[dict[str, A
             served = replace(instance, host=metrics_host(wants, instance, monitor))
             jobs["router" if instance.role == "router" else "sglang"].append(
                 {
-                    "address": f"{bracketed(advertised((wants, served), monitor))}:{instance.metrics_port or instance.port}",
+                    "address": f"{bracketed(advertised((wants, served), monitor))}:{_metrics_port(served)}",
                     "path": "/metrics",
                     "labels": {
                         "host": wants.host,
@@ -817,19 +828,19 @@ def scrape_targets(fleet: Mapping[str, Wants], monitor: str) -> list[dict[str, A
 # -------------------------------------------------------------------------------------------------- what the host says
 
 
-def check_platform(facts: Mapping[str, Any]) -> list[Refused]:
+def check_platform(facts: Mapping[str, Any]) -> list[RefusalError]:
     system = facts["os"]
     refused = []
     if system["major"] not in _engine.PLATFORMS.get(system["distribution"], ()):
         known = ", ".join(f"{name} {version}" for name, versions in _engine.PLATFORMS.items() for version in versions)
         refused.append(
-            Refused(
+            RefusalError(
                 "os", f"{system['distribution']} {system['major']}", known, "install a supported system on this host"
             )
         )
     if system["arch"] not in _engine.ARCHITECTURES:
         refused.append(
-            Refused(
+            RefusalError(
                 "arch",
                 system["arch"],
                 " or ".join(_engine.ARCHITECTURES),
@@ -839,7 +850,7 @@ def check_platform(facts: Mapping[str, Any]) -> list[Refused]:
     return refused
 
 
-def check_model(wants: Wants, facts: Mapping[str, Any]) -> list[Refused]:
+def check_model(wants: Wants, facts: Mapping[str, Any]) -> list[RefusalError]:
     """The model has to be on the host already, unless the model role will bring it from the controller."""
     path = wants["plan_model_path"]
     source = facts.get("model_source")
@@ -847,7 +858,7 @@ def check_model(wants: Wants, facts: Mapping[str, Any]) -> list[Refused]:
         if source["exists"] and source["is_dir"]:
             return []
         return [
-            Refused(
+            RefusalError(
                 "model_source",
                 f"model_source {source['path']} does not exist on the controller"
                 if not source["exists"]
@@ -859,7 +870,7 @@ def check_model(wants: Wants, facts: Mapping[str, Any]) -> list[Refused]:
     for name, found in (("folder", facts["paths"][path]), ("config.json", facts["paths"][f"{path}/config.json"])):
         if not found["exists"]:
             return [
-                Refused(
+                RefusalError(
                     "model_missing",
                     f"plan_model_path {path}: its {name} does not exist",
                     "a model folder with config.json on the host",
@@ -868,7 +879,7 @@ def check_model(wants: Wants, facts: Mapping[str, Any]) -> list[Refused]:
             ]
         if found["unreadable"]:
             return [
-                Refused(
+                RefusalError(
                     "model_unreadable",
                     f"plan_model_path {path}: the user {SERVICE_USER} cannot read {found['unreadable']}",
                     f"files and folders that {SERVICE_USER} may read",
@@ -878,7 +889,7 @@ def check_model(wants: Wants, facts: Mapping[str, Any]) -> list[Refused]:
     return []
 
 
-def check_disk(wants: Wants, artefacts: Mapping[str, Any], facts: Mapping[str, Any]) -> list[Refused]:
+def check_disk(wants: Wants, artefacts: Mapping[str, Any], facts: Mapping[str, Any]) -> list[RefusalError]:
     """Room for what is still to be written: releases that are not there yet, a model that is still to be copied."""
     needs: dict[Any, list[tuple[str, int]]] = {}
     where: dict[Any, tuple[str, int]] = {}
@@ -908,7 +919,7 @@ def check_disk(wants: Wants, artefacts: Mapping[str, Any], facts: Mapping[str, A
         if total > free:
             told = " and ".join(f"{size / _engine.GIB:.1f} GiB for {what}" for what, size in parts)
             refused.append(
-                Refused(
+                RefusalError(
                     "disk",
                     f"{free / _engine.GIB:.1f} GiB free at {path}",
                     f"{total / _engine.GIB:.1f} GiB: {told}",
@@ -918,7 +929,7 @@ def check_disk(wants: Wants, artefacts: Mapping[str, Any], facts: Mapping[str, A
     return refused
 
 
-def check_ports(wants: Wants, facts: Mapping[str, Any]) -> list[Refused]:
+def check_ports(wants: Wants, facts: Mapping[str, Any]) -> list[RefusalError]:
     """A port has to be free, or held by the very unit that is to use it."""
     refused = []
     for instance in wants.instances:
@@ -926,7 +937,7 @@ def check_ports(wants: Wants, facts: Mapping[str, Any]) -> list[Refused]:
             holder = facts["ports"].get(str(port))
             if holder is not None and holder["unit"] != instance.unit:
                 refused.append(
-                    Refused(
+                    RefusalError(
                         "port_taken",
                         f"port {port} ({purpose} of {instance.name}) is held by PID {holder['pid']} of "
                         f"{holder['unit'] or 'no unit'}: {holder['command'] or 'command unknown'}",
@@ -992,9 +1003,9 @@ def _fill(
     artefacts: Mapping[str, Any],
     facts: Mapping[str, Any] | None,
     monitor: str,
-) -> list[Refused]:
+) -> list[RefusalError]:
     """Complete a plan whose wants are sound; the refusals that only rendering and the host's facts can give."""
-    refused: list[Refused] = []
+    refused: list[RefusalError] = []
     engine = _engine.ENGINES[wants["plan_engine_version"]]
     try:
         plan["engine"] = _release(wants, artefacts, "engine") | {
@@ -1005,14 +1016,14 @@ def _fill(
         plan["scrape"] = scrape_targets(fleet, monitor)
         groups = sorted({instance.group for instance in wants.instances})
         plan["groups"] = {group: _group_plan(fleet, group, artefacts) for group in groups}
-    except Refused as error:
+    except RefusalError as error:
         return [error]
     plan["model"]["served_name"] = served_name(wants)
     for instance in wants.instances:
         try:
             nodes = [] if facts is None else node_set(wants, instance, facts["topology"])
             plan["instances"].append(_instance_plan(wants, instance, fleet, artefacts, nodes, monitor))
-        except Refused as error:
+        except RefusalError as error:
             refused.append(error)
     plan["warnings"] = _warnings(wants)
     if facts is not None:
@@ -1026,7 +1037,8 @@ def _warnings(wants: Wants) -> list[str]:
         if instance.role in ENGINE_ROLES and "max-queued-requests" in wants["plan_engine_args"] | instance.args:
             found.append(
                 f"{instance.name}: max-queued-requests has no effect on a {instance.role} server of SGLang "
-                f"{wants['plan_engine_version']}; bound the queue at the router with max-concurrent-requests and queue-size"
+                f"{wants['plan_engine_version']}; bound the queue at the router with max-concurrent-requests "
+                "and queue-size"
             )
     return found
 

@@ -55,7 +55,7 @@ def _read(path: str) -> str:
 def _owners(proc_root: str, inodes: set[str]) -> dict[str, int]:
     """Which process holds each socket inode; the lowest PID where several share it (a parent and its workers)."""
     owners: dict[str, int] = {}
-    for pid in sorted((int(name) for name in os.listdir(proc_root) if name.isdigit())):
+    for pid in sorted(int(name) for name in os.listdir(proc_root) if name.isdigit()):
         folder = os.path.join(proc_root, str(pid), "fd")
         try:
             names = os.listdir(folder)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write values into unit and environment files so that systemd reads back exactly the same bytes, and read units' state.
+"""Write values for systemd so that it reads back exactly the same bytes, and read the state of units.
 
 PRIVATE to the collection.
 """

@@ -45,7 +45,14 @@ paths:
   description: What was found, by path. Sizes in bytes; C(unreadable) names the part of the path that stops the user.
   returned: success
   type: dict
-  sample: {"/srv/models/tiny": {"exists": true, "is_dir": true, "unreadable": "", "size": 870000, "device": 65024, "free": 1073741824}}
+  sample:
+    /srv/models/tiny:
+      device: 65024
+      exists: true
+      free: 1073741824
+      is_dir: true
+      size: 870000
+      unreadable: ""
 """
 
 from ansible.module_utils.basic import AnsibleModule

@@ -34,7 +34,12 @@ ports:
   description: The listener of each port; C(unit) is empty for a process that belongs to no systemd unit.
   returned: success
   type: dict
-  sample: {"22": {"pid": 311, "unit": "ssh.service", "command": "sshd: /usr/sbin/sshd -D", "addresses": ["0.0.0.0", "::"]}}
+  sample:
+    "22":
+      addresses: ["0.0.0.0", "::"]
+      command: "sshd: /usr/sbin/sshd -D"
+      pid: 311
+      unit: ssh.service
 """
 
 from ansible.module_utils.basic import AnsibleModule

@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     end = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: end.set())
+        signal.signal(number, lambda *_arguments: end.set())
 
     collector = Collector(options.interval, PlanFile(options.plan), options.pci_devices, Nvml())
     registry = CollectorRegistry()

@@ -78,7 +78,7 @@ def test_apt_options_keep_only_how_to_reach_the_archive() -> None:
 def test_pip_config_leaves_local_directories_behind() -> None:
     text = (
         "[global]\nindex-url = https://index/simple\nextra-index-url = file:///opt/x https://extra/simple\n"
-        "find-links = /opt/wheels\ncert = /etc/own.pem\n"
+        "find-links = /srv/wheels\ncert = /etc/own.pem\n"
     )
     assert image.pip_config([text]).splitlines() == [
         "[global]",

@@ -19,7 +19,7 @@ PAGE = 4096
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self) -> None:  # noqa: N802 - the base class calls it so
+    def do_GET(self) -> None:
         status = 200 if self.path in ("/ready", "/health") else 404
         self.send_response(status)
         self.send_header("content-length", "0")

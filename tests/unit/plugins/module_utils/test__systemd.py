@@ -55,7 +55,7 @@ def test_environment_files_are_sorted_and_quoted() -> None:
 
 @pytest.mark.parametrize("environment", [{"A B": "1"}, {"1A": "1"}, {"": "1"}, {"A": "x\0"}])
 def test_what_cannot_be_written_is_an_error(environment: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match="environment variable|NUL"):
+    with pytest.raises(ValueError, match=r"environment variable|NUL"):
         environment_file(environment)
     with pytest.raises(ValueError, match="NUL"):
         quote_argument("\0")

@@ -100,7 +100,7 @@ def test_a_truncated_tree_is_an_error(tree: Path, break_tree: object, message: s
         read_topology(str(tree))
 
 
-def test_no_tree_is_an_error_and_no_pci_bus_is_no_gpu(tree: Path, tmp_path: Path) -> None:
+def test_no_tree_is_an_error_and_no_pci_bus_is_no_gpu(tmp_path: Path) -> None:
     with pytest.raises(TopologyError, match="cannot list"):
         read_topology(str(tmp_path / "nowhere"))
     bare = tmp_path / "bare"
