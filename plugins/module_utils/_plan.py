@@ -261,8 +261,8 @@ def _environment(value: Any, what: str) -> dict[str, str]:
     return {name: str(item) for name, item in _mapping(value, what).items()}
 
 
-def parse_instance(raw: Any, number: int) -> Instance:
-    """One entry of plan_instances. Raises RefusalError at the first thing that is wrong with it."""
+def parse_instance(raw: Any, number: int, host: str) -> Instance:
+    """One entry of plan_instances of ``host``. Raises RefusalError at the first thing that is wrong with it."""
     entry = _mapping(raw, f"plan_instances[{number}]")
     what = f"instance {entry.get('name', number)!r}"
     unknown = sorted(set(entry) - set(INSTANCE_KEYS))
@@ -305,7 +305,7 @@ def parse_instance(raw: Any, number: int) -> Instance:
     return Instance(
         name=name,
         role=role,
-        group=str(entry.get("group", "pd0")),
+        group=str(entry.get("group", host)),
         host=str(entry.get("host", "127.0.0.1")),
         port=_port(entry["port"], f"port of {what}"),
         bootstrap_port=_port(entry["bootstrap_port"], f"bootstrap_port of {what}") if role == "prefill" else None,
@@ -356,7 +356,7 @@ def parse_wants(host: str, variables: Mapping[str, Any]) -> Wants:
         )
         return wants
     for number, entry in enumerate(raw):
-        instance = attempt(parse_instance, entry, number)
+        instance = attempt(parse_instance, entry, number, host)
         if instance is not None:
             wants.instances.append(instance)
     return wants

@@ -122,8 +122,8 @@ def test_flag_values_of_every_shape() -> None:
 
 def test_a_group_over_two_hosts_is_reached_by_address() -> None:
     fleet = {
-        "a": variables(prefill(host="0.0.0.0"), router(), ansible_host="2001:db8::1"),
-        "b": variables(decode(host="192.0.2.12"), ansible_host="192.0.2.12"),
+        "a": variables(prefill(host="0.0.0.0", group="pd0"), router(group="pd0"), ansible_host="2001:db8::1"),
+        "b": variables(decode(host="192.0.2.12", group="pd0"), ansible_host="192.0.2.12"),
     }
     made = plan(fleet, facts(), "a")
     # Prometheus on "a" cannot reach the exporter on b's loopback: that is the only thing wrong here.
@@ -138,6 +138,13 @@ def test_a_group_over_two_hosts_is_reached_by_address() -> None:
     assert from_b["refusals"] == []
     assert from_b["groups"] == made["groups"]
     assert from_b["scrape"] == made["scrape"]
+
+
+def test_each_host_is_a_group_of_its_own_unless_told_otherwise() -> None:
+    fleet = {name: variables(gpu_exporter_listen_address="0.0.0.0") for name in ("a", "b")}
+    made = _plan.make_plan("b", fleet | {"a": variables()}, ARTEFACTS, None, monitor="b")
+    assert codes(made) == ["loopback"]  # only Prometheus has to reach the other host
+    assert _plan.make_plan("b", {"b": fleet["b"]}, ARTEFACTS)["groups"].keys() == {"b"}
 
 
 def test_a_queue_bound_that_the_engine_ignores_is_warned_about() -> None:
@@ -157,7 +164,7 @@ def test_scrape_targets_name_every_instance_and_exporter() -> None:
         "host": HOST,
         "instance_name": "decode",
         "role": "decode",
-        "group": "pd0",
+        "group": HOST,
     }
 
 
@@ -270,8 +277,10 @@ def test_a_set_that_the_manifest_has_not_is_refused() -> None:
 
 def test_two_sides_of_a_group_that_disagree_are_refused() -> None:
     fleet = {
-        "a": variables(prefill(host="0.0.0.0"), router(), plan_model_path="/x"),
-        "b": variables(decode(host="192.0.2.12"), gpu_exporter_listen_address="0.0.0.0", plan_model_path="/y"),
+        "a": variables(prefill(host="0.0.0.0", group="pd0"), router(group="pd0"), plan_model_path="/x"),
+        "b": variables(
+            decode(host="192.0.2.12", group="pd0"), gpu_exporter_listen_address="0.0.0.0", plan_model_path="/y"
+        ),
     }
     made = plan(fleet, None, "a")
     assert codes(made) == ["group_disagrees"]
@@ -280,15 +289,18 @@ def test_two_sides_of_a_group_that_disagree_are_refused() -> None:
 
 def test_a_peer_that_is_refused_is_named() -> None:
     fleet = {
-        "a": variables(prefill(host="192.0.2.11"), router()),
-        "b": variables(decode(host="192.0.2.12"), plan_engine_version="0.1"),
+        "a": variables(prefill(host="192.0.2.11", group="pd0"), router(group="pd0")),
+        "b": variables(decode(host="192.0.2.12", group="pd0"), plan_engine_version="0.1"),
     }
     refusals = plan(fleet, None, "a")["refusals"]
     assert [entry["cure"] for entry in refusals if entry["code"] == "peer"] == ["correct b first"]
 
 
 def test_loopback_across_hosts_is_refused() -> None:
-    fleet = {"a": variables(prefill(), router()), "b": variables(decode(host="192.0.2.12"))}
+    fleet = {
+        "a": variables(prefill(group="pd0"), router(group="pd0")),
+        "b": variables(decode(host="192.0.2.12", group="pd0")),
+    }
     assert "loopback" in codes(plan(fleet, None, "a"))
 
 
@@ -319,11 +331,11 @@ def test_the_plan_does_not_move_when_its_services_run() -> None:
 
 
 def test_the_revision_follows_what_a_group_must_agree_on_and_nothing_else() -> None:
-    base = plan({HOST: variables()})["groups"]["pd0"]["revision"]
+    base = plan({HOST: variables()})["groups"][HOST]["revision"]
     moved = variables(prefill(port=31000, bootstrap_port=9000), decode(), router(port=31001))
-    assert plan({HOST: moved})["groups"]["pd0"]["revision"] == base
+    assert plan({HOST: moved})["groups"][HOST]["revision"] == base
     other = variables(plan_engine_args={"kv-cache-dtype": "bf16"})
-    assert plan({HOST: other})["groups"]["pd0"]["revision"] != base
+    assert plan({HOST: other})["groups"][HOST]["revision"] != base
 
 
 def test_the_fingerprint_follows_environment_and_binding() -> None:

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The inventories that the collection ships are sound: every host of each is planned without a refusal."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PLAYBOOK = """
+- hosts: localhost
+  gather_facts: false
+  connection: local
+  tasks:
+    - ansible.builtin.copy:
+        dest: "{{ result }}"
+        content: "{{ plans | from_yaml | to_json }}"
+        mode: "0600"
+      vars:
+        manifest: "{{ lookup('ansible.builtin.file', root ~ '/files/artefacts.yml') | from_yaml }}"
+        plans: |
+          {% for host in groups['sglang'] %}
+          {{ host | to_json }}: {{ hostvars | llmfleet.sglang.plan(
+            host, groups['sglang'], manifest, monitor=groups['monitoring'][0]) | to_json }}
+          {% endfor %}
+"""
+
+
+@pytest.mark.parametrize(("name", "hosts"), [("prod", 2), ("demo", 1)])
+def test_an_inventory_is_planned_without_refusal(name: str, hosts: int, tmp_path: Path) -> None:
+    playbook, result = tmp_path / "plan.yml", tmp_path / "plans.json"
+    playbook.write_text(PLAYBOOK)
+    command = ["ansible-playbook", str(playbook), "-i", f"inventories/{name}", "-e", f"result={result} root={ROOT}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    plans = json.loads(result.read_text())
+    assert len(plans) == hosts
+    for plan in plans.values():
+        assert plan["refusals"] == []
+        assert sorted(entry["role"] for entry in plan["instances"]) == ["decode", "prefill", "router"]
