@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import shutil
 import socket
-import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -236,8 +235,8 @@ def in_host(layout: Layout, host: Host, command: Sequence[str], seconds: float =
     """Run a command in the host as root; its status (255 when ssh itself failed) and what it printed."""
     try:
         done = run(ssh_argv(layout, host, command), check=False, timeout=seconds)
-    except subprocess.TimeoutExpired:
-        return 255, "timed out"
+    except TestbedError as error:
+        return 255, str(error)
     return done.returncode, f"{done.stdout}{done.stderr}".strip()
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from testbed.shell import TestbedError
 
 BRIDGE = "llmfleet0"
 BRIDGE_ADDRESS = "10.88.0.1"
+_MAC_BYTE = {"wan": "aa", "lan": "bb"}
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,30}[a-z0-9])?")
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,40}")
 
@@ -117,11 +119,9 @@ def ssh_port(index: int) -> int:
 
 def mac(network: str, index: int) -> str:
     """MAC of a virtual machine's interface; ``network`` is ``wan`` (slirp) or ``lan``."""
-    return f"52:54:00:{ {'wan': 'aa', 'lan': 'bb'}[network] }:00:{check_index(index):02x}".replace(" ", "")
+    return f"52:54:00:{_MAC_BYTE[network]}:00:{check_index(index):02x}"
 
 
 def machine_id(name: str) -> str:
     """A machine id that a host keeps over resets and shares with no other name."""
-    import hashlib
-
     return hashlib.sha256(f"llmfleet testbed {name}".encode()).hexdigest()[:32]

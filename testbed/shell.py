@@ -80,7 +80,7 @@ def run(
     """Run a program and return what it printed.
 
     With ``log`` its output is appended there instead (stdout of the result is then empty). A non-zero exit raises
-    `TestbedError` with the end of the output, unless ``check`` is false.
+    `TestbedError` with the end of the output, unless ``check`` is false; more than ``timeout`` seconds always do.
     """
     environment = {**os.environ, "LC_ALL": "C.UTF-8", "PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"}
     environment.update(env or {})
@@ -101,6 +101,8 @@ def run(
         except FileNotFoundError:
             require_programs(argv[0])
             raise
+        except subprocess.TimeoutExpired as error:
+            raise TestbedError(f"{' '.join(argv)} was not done after {timeout} s") from error
     if check and done.returncode != 0:
         output = tail(log) if log else f"{done.stdout}{done.stderr}".strip()
         raise TestbedError(f"{' '.join(argv)} failed with status {done.returncode}:\n{output}")

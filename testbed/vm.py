@@ -7,6 +7,7 @@ The GPUs are QEMU's ``edu`` devices (PCI 1234:11e8): they have an address and a 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
@@ -117,7 +118,8 @@ def stop(layout: Layout, host: Host) -> None:
         host.signal(signal.SIGCONT)
     if not {"network", "hang"} & set(host.faults):
         # By ssh and not by the power button: that would need an ACPI daemon in the guest to be heard.
-        run(ssh_argv(layout, host, ["systemctl", "poweroff"]), check=False, timeout=60)
+        with contextlib.suppress(TestbedError):
+            run(ssh_argv(layout, host, ["systemctl", "poweroff"]), check=False, timeout=60)
     else:
         _monitor(layout, host, "system_powerdown")
     try:

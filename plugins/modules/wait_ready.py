@@ -57,9 +57,9 @@ seconds:
 
 import time
 import urllib.error
-import urllib.request
 
 from ansible.module_utils.basic import AnsibleModule
+from ansible.module_utils.urls import open_url
 from ansible_collections.llmfleet.sglang.plugins.module_utils._readiness import wait
 from ansible_collections.llmfleet.sglang.plugins.module_utils._systemd import SHOW_PROPERTIES, parse_show, unit_state
 
@@ -78,7 +78,7 @@ def main() -> None:
 
     def probe() -> str:
         try:
-            with urllib.request.urlopen(url, timeout=10) as response:
+            with open_url(url, timeout=10, use_proxy=False) as response:
                 return "" if response.status == 200 else f"status {response.status}"
         except urllib.error.HTTPError as error:
             return f"status {error.code}"

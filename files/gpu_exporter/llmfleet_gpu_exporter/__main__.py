@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     registry.register(SnapshotCollector(collector, options.fresh_intervals * options.interval))
     prometheus_client.ProcessCollector(registry=registry)
     try:
-        server, _ = prometheus_client.start_http_server(port, address, registry)
+        server, _thread = prometheus_client.start_http_server(port, address, registry)
     except OSError as error:
         _log.error("cannot listen on %s port %d: %s", address, port, error)
         return 1
