@@ -228,7 +228,7 @@ def _kvm_boots(layout: Layout, image: Image) -> bool:
 def _stand_ins_disk(layout: Layout) -> Path:
     """A small ext4 disk with the staged stand-ins, made again when they change.
 
-    Each content has a file of its own: running machines keep the one they were started with.
+    Each content has a file of its own: running machines keep the one they were started with, also when it is unlinked.
     """
     stamp = (layout.root / "stand_ins.stamp").read_text()[:16]
     target = layout.root / f"stand_ins-{stamp}.raw"
@@ -238,6 +238,8 @@ def _stand_ins_disk(layout: Layout) -> Path:
             unfinished.unlink(missing_ok=True)
             run(["mke2fs", "-q", "-t", "ext4", "-L", "stand-ins", "-d", str(layout.stand_ins), str(unfinished), "64M"])
             unfinished.rename(target)
+            for old in set(layout.root.glob("stand_ins-*.raw")) - {target}:
+                old.unlink()
     return target
 
 
