@@ -23,13 +23,8 @@ options:
     type: list
     elements: str
     default: []
-attributes:
-  check_mode:
-    support: full
-    description: Reads only.
-  diff_mode:
-    support: none
-    description: Reads only.
+extends_documentation_fragment:
+  - llmfleet.sglang.reads_only
 """
 
 EXAMPLES = r"""

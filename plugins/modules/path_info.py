@@ -23,13 +23,8 @@ options:
     description: The user that has to read the paths. One that does not exist yet has what everybody has.
     type: str
     default: root
-attributes:
-  check_mode:
-    support: full
-    description: Reads only.
-  diff_mode:
-    support: none
-    description: Reads only.
+extends_documentation_fragment:
+  - llmfleet.sglang.reads_only
 """
 
 EXAMPLES = r"""

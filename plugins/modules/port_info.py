@@ -14,13 +14,8 @@ author: llmfleet developers (@llmfleet)
 description:
   - Reads the kernel's socket tables from /proc. Needs root to see the owners of other users' sockets.
 options: {}
-attributes:
-  check_mode:
-    support: full
-    description: Reads only.
-  diff_mode:
-    support: none
-    description: Reads only.
+extends_documentation_fragment:
+  - llmfleet.sglang.reads_only
 """
 
 EXAMPLES = r"""

@@ -20,13 +20,8 @@ options:
     type: list
     elements: str
     required: true
-attributes:
-  check_mode:
-    support: full
-    description: Reads only.
-  diff_mode:
-    support: none
-    description: Reads only.
+extends_documentation_fragment:
+  - llmfleet.sglang.reads_only
 """
 
 EXAMPLES = r"""

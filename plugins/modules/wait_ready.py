@@ -31,13 +31,8 @@ options:
     description: Seconds between two looks.
     type: int
     default: 2
-attributes:
-  check_mode:
-    support: full
-    description: Reads only.
-  diff_mode:
-    support: none
-    description: Reads only.
+extends_documentation_fragment:
+  - llmfleet.sglang.reads_only
 """
 
 EXAMPLES = r"""
