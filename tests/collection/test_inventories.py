@@ -33,7 +33,8 @@ PLAYBOOK = """
 def test_an_inventory_is_planned_without_refusal(name: str, hosts: int, tmp_path: Path) -> None:
     playbook, result = tmp_path / "plan.yml", tmp_path / "plans.json"
     playbook.write_text(PLAYBOOK)
-    command = ["ansible-playbook", str(playbook), "-i", f"inventories/{name}", "-e", f"result={result} root={ROOT}"]
+    extra = json.dumps({"result": str(result), "root": str(ROOT)})
+    command = ["ansible-playbook", str(playbook), "-i", f"inventories/{name}", "-e", extra]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     plans = json.loads(result.read_text())
