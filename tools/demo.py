@@ -26,6 +26,7 @@ ADDRESS = f"10.88.0.{INDEX}"
 ROUTER = f"http://{ADDRESS}:30001"
 PROMETHEUS = f"http://{ADDRESS}:9090"
 MODEL = "tiny-qwen2"
+WAIT_S = 300
 QUESTION = "What does the quick brown fox do?"
 
 
@@ -79,7 +80,30 @@ def targets() -> list[tuple[str, str, str]]:
     return sorted((t["labels"]["job"], t["labels"]["instance"], t["health"]) for t in active)
 
 
+def workers() -> dict[str, bool]:
+    """What the router knows: the address of each worker, and whether it is healthy."""
+    with urllib.request.urlopen(f"{ROUTER}/workers", timeout=10) as response:
+        return {worker["url"]: worker["is_healthy"] for worker in json.load(response)["workers"]}
+
+
+def wait_for_workers() -> None:
+    """Wait, at most WAIT_S, until the router takes both servers for healthy: a killed one loads for a minute."""
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        known = workers()
+        sick = [address for address, healthy in known.items() if not healthy]
+        if len(known) == 2 and not sick:
+            return
+        if time.monotonic() > deadline:
+            raise DemoError(
+                f"After {WAIT_S} s the router knows {known}; expected two healthy workers. Run `make demo`."
+            )
+        print(f"waiting: the router does not serve {', '.join(sick) or 'all workers'} yet", flush=True)
+        time.sleep(2)
+
+
 def ask() -> None:
+    wait_for_workers()
     step(f"Asking the router at {ROUTER}: {QUESTION!r}")
     whole = answer()
     print(f"whole:    {whole['choices'][0]['message']['content']!r}")
@@ -121,7 +145,7 @@ Try next
   python3 -m testbed ssh {HOST} -- systemctl status 'llmfleet-*'
   python3 -m testbed ssh {HOST} -- cat /etc/llmfleet/plan.json
   python3 -m testbed ssh {HOST} -- systemctl kill --signal=KILL --kill-whom=main llmfleet-decode
-  tools/demo ask          # the next completion works again as soon as decode is back
+  tools/demo ask          # decode comes back by itself: waits for it, then asks again
   make demo               # again: nothing changes, nothing restarts
   make demo-down          # remove it all"""
     )
