@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -29,11 +30,15 @@ HEARTBEAT_S = 60
 
 @dataclass(frozen=True)
 class Stage:
-    """``commands`` run one after another, from the root of the repository."""
+    """``commands`` run one after another, from the root of the repository.
+
+    Neighbours that are ``beside`` each other run at the same time: the scenarios mostly wait for their hosts.
+    """
 
     name: str
     about: str
     commands: Sequence[Sequence[str]]
+    beside: bool = False
 
 
 @dataclass
@@ -75,8 +80,18 @@ def stages() -> list[Stage]:
             [[*python, "-m", "tools.collection"], ["pytest", "-q", "tests/collection"]],
         ),
         Stage("fresh", "set-up and unit tests on a host on which nothing was installed", [["tools/fresh"]]),
-        Stage("molecule-default", "the whole slice on an nspawn host", [["molecule", "test", "-s", "default"]]),
-        Stage("molecule-numa", "topology and binding on a virtual machine", [["molecule", "test", "-s", "numa"]]),
+        Stage(
+            "molecule-default",
+            "the whole slice on an nspawn host",
+            [["molecule", "test", "-s", "default"]],
+            beside=True,
+        ),
+        Stage(
+            "molecule-numa",
+            "topology and binding on a virtual machine",
+            [["molecule", "test", "-s", "numa"]],
+            beside=True,
+        ),
     ]
 
 
@@ -141,7 +156,7 @@ def run_stage(stage: Stage, position: str, cache: Path) -> Result:
             start, offset = time.monotonic(), log.stat().st_size
             out.write(f"$ {' '.join(command)}\n")
             out.flush()
-            returncode = _run(command, out.fileno(), log, cache)
+            returncode = _run(command, stage.name, out.fileno(), log, cache)
             output = log.read_bytes()[offset:].decode(errors="replace")
             passed, failed, skipped = counts(returncode, output)
             result.passed, result.failed, result.skipped = (
@@ -167,7 +182,7 @@ def run_stage(stage: Stage, position: str, cache: Path) -> Result:
     return result
 
 
-def _run(command: Sequence[str], out: int, log: Path, cache: Path) -> int:
+def _run(command: Sequence[str], name: str, out: int, log: Path, cache: Path) -> int:
     """Run a command; while it runs, print its last line of output now and then."""
     env = environment(cache)
     program = command[0] if "/" in command[0] else shutil.which(command[0], path=env["PATH"])
@@ -180,7 +195,9 @@ def _run(command: Sequence[str], out: int, log: Path, cache: Path) -> int:
         start = time.monotonic()
         while not done.wait(HEARTBEAT_S):
             lines = log.read_bytes()[-4000:].decode(errors="replace").splitlines()
-            print(f"    ...    {time.monotonic() - start:6.0f} s  {lines[-1][:100] if lines else ''}", flush=True)
+            print(
+                f"    ...    {time.monotonic() - start:6.0f} s  {name}: {lines[-1][:90] if lines else ''}", flush=True
+            )
 
     thread = threading.Thread(target=beat, daemon=True)
     thread.start()
@@ -202,6 +219,17 @@ def chosen(everything: Sequence[Stage], only: str | None, start: str | None) -> 
             raise ValueError(f"unknown stage {name!r}; expected one of {', '.join(names)}")
     first = names.index(start) if start else 0
     return [stage for stage in everything[first:] if stage.name in wanted]
+
+
+def batches(todo: Sequence[Stage]) -> list[list[Stage]]:
+    """The stages in order, those that run at the same time together."""
+    found: list[list[Stage]] = []
+    for stage in todo:
+        if found and stage.beside and found[-1][-1].beside:
+            found[-1].append(stage)
+        else:
+            found.append([stage])
+    return found
 
 
 def table(results: Iterable[Result]) -> str:
@@ -231,17 +259,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     cache = cache_dir()
     results = [Result(stage.name) for stage in todo]
+    began = time.monotonic()
     try:
-        for index, stage in enumerate(todo):
-            results[index] = run_stage(stage, f"{index + 1}/{len(todo)}", cache)
-            if results[index].failed and not args.keep_going:
+        done = 0
+        for batch in batches(todo):
+            with ThreadPoolExecutor(len(batch)) as pool:
+                positions = [f"{done + number}/{len(todo)}" for number in range(1, len(batch) + 1)]
+                ended = list(pool.map(run_stage, batch, positions, [cache] * len(batch)))
+            results[done : done + len(batch)] = ended
+            done += len(batch)
+            if any(result.failed for result in ended) and not args.keep_going:
                 break
     finally:
         report = cache / "logs" / "stages.json"
         report.parent.mkdir(parents=True, exist_ok=True)
         report.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
         failed = sum(result.failed for result in results)
-        print(f"\n{table(results)}\n{'total':<18} {sum(result.minutes for result in results):7.1f}   ({report})")
+        print(f"\n{table(results)}\n{'total':<18} {(time.monotonic() - began) / 60:7.1f}   ({report})")
         for result in results:
             for failure in result.failures:
                 print(f"failed: {result.name}: {failure}")

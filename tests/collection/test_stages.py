@@ -38,6 +38,30 @@ def test_chosen_stages_keep_their_order(only: str | None, start: str | None, exp
     assert "".join(stage.name for stage in stages.chosen(ALL, only, start)) == expected
 
 
+def test_neighbours_that_are_beside_each_other_run_together() -> None:
+    plan = [Stage("a", "", []), Stage("b", "", [], beside=True), Stage("c", "", [], beside=True), Stage("d", "", [])]
+    assert [[stage.name for stage in batch] for batch in stages.batches(plan)] == [["a"], ["b", "c"], ["d"]]
+
+
+def test_stages_beside_each_other_really_run_at_the_same_time(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Each of the two waits for a file that the other one makes: one after the other, neither would end well.
+    wait = (
+        "import pathlib, sys, time\n"
+        "pathlib.Path(sys.argv[1]).touch()\n"
+        "deadline = time.monotonic() + 30\n"
+        "while not pathlib.Path(sys.argv[2]).exists():\n"
+        "    assert time.monotonic() < deadline\n"
+        "    time.sleep(0.01)\n"
+    )
+    one, two = str(cache / "one"), str(cache / "two")
+    plan = [
+        Stage("first", "", [[*fake(wait), one, two]], beside=True),
+        Stage("second", "", [[*fake(wait), two, one]], beside=True),
+    ]
+    monkeypatch.setattr(stages, "stages", lambda: plan)
+    assert stages.main([]) == 0
+
+
 def test_an_unknown_stage_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match="unknown stage 'd'; expected one of a, b, c"):
         stages.chosen(ALL, "a,d", None)
