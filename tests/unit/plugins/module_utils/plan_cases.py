@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from typing import Any
 
 HOST = "gpu1"
@@ -19,6 +20,16 @@ ARTEFACTS = {
     ]
 }
 GIB = 1024**3
+# The dimensions of a DeepSeek V4 of 43 layers, 21 of them compressed by 4 and 20 by 128.
+FLASH = {
+    "num_hidden_layers": 43,
+    "num_nextn_predict_layers": 1,
+    "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0],
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "index_head_dim": 128,
+    "sliding_window": 128,
+}
 
 
 def prefill(**changes: Any) -> dict[str, Any]:
@@ -42,15 +53,37 @@ def variables(*instances: dict[str, Any], **changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def node(number: int, total: int = 240 * 10**9, cpus: int = 64, nodes: int = 2, **changes: Any) -> dict[str, Any]:
+    """A NUMA node of ``nodes`` with ``cpus`` CPUs and ``total`` bytes, all of it free."""
+    return {
+        "id": number,
+        "cpus": list(range(number * cpus, (number + 1) * cpus)),
+        "mem_total": total,
+        "mem_free": total,
+        "mem_available": total,
+        "hugepages": {},
+        "distances": [10 if other == number else 21 for other in range(nodes)],
+    } | changes
+
+
+def gpu(index: int, numa_node: int | None, **changes: Any) -> dict[str, Any]:
+    """A GPU whose node the firmware names; None where it does not."""
+    return {"index": index, "pci": f"0000:{index:02x}:00.0", "numa_node": numa_node, "cpus": []} | changes
+
+
 def facts(**changes: Any) -> dict[str, Any]:
     """A Debian host with eight GPUs on two nodes, an empty disk of 100 GiB and the model in place."""
     path = {"exists": True, "is_dir": True, "unreadable": "", "size": 1000, "device": 1, "free": 100 * GIB}
     found = {
         "os": {"distribution": "Debian", "major": "12", "arch": "x86_64"},
         "topology": {
-            "nodes": [{"id": 0}, {"id": 1}],
-            "gpus": [{"index": n, "pci": f"0000:{n:02x}:00.0", "numa_node": n // 4} for n in range(8)],
+            "nodes": [node(0), node(1)],
+            "gpus": [gpu(n, n // 4) for n in range(8)],
+            "mems_allowed": [0, 1],
+            "limits": [],
         },
+        "memory": {},
+        "model_config": json.dumps(FLASH),
         "ports": {},
         "paths": {name: dict(path) for name in ("/opt/llmfleet", "/srv/models/flash", "/srv/models/flash/config.json")},
         "releases": [],
