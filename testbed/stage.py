@@ -63,6 +63,7 @@ def _stage_node_tree(layout: Layout) -> None:
         return
     for name, text in node_tree.tree(cpus, meminfo).items():
         write_atomically(layout.node_tree / name, text, 0o444)
+    write_atomically(layout.node_tree.parent / "proc/self/status", node_tree.status(cpus), 0o444)
     for name, target in node_tree.links(cpus).items():
         (layout.node_tree / name).unlink(missing_ok=True)
         (layout.node_tree / name).symlink_to(target)

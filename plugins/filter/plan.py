@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ansible.errors import AnsibleFilterError
-from ansible_collections.llmfleet.sglang.plugins.module_utils import _plan, _systemd
+from ansible_collections.llmfleet.sglang.plugins.module_utils import _budget, _plan, _proof, _size, _systemd
+from ansible_collections.llmfleet.sglang.plugins.module_utils._refusal import RefusalError
 
 _VARIABLES = ("ansible_host", "plan_instances", *_plan.DEFAULTS, *_plan.NEIGHBOURS)
 
@@ -32,11 +33,43 @@ def plan(
     return _plan.make_plan(host, _fleet(hostvars, hosts), artefacts, facts, monitor)
 
 
+def hicache_budget(
+    hostvars: Mapping[str, Any], host: str, topology: Mapping[str, Any], model_config: str | None = None
+) -> dict[str, Any]:
+    budget, refusals = _plan.budget_of(host, _fleet(hostvars, [host])[host], topology, model_config)
+    return {"budget": budget, "refusals": refusals}
+
+
+def budget_table(budget: Mapping[str, Any]) -> str:
+    return _budget.table(budget)
+
+
+def hicache_findings(
+    instances: Sequence[Mapping[str, Any]],
+    observed: Mapping[str, Any],
+    tolerance_bytes: int,
+    tolerance_share: float,
+    tokens: Mapping[str, int] | None = None,
+) -> list[dict[str, str]]:
+    told = {
+        unit: {**seen, "server_info": {"max_total_num_tokens": (tokens or {}).get(unit)}}
+        for unit, seen in observed.items()
+    }
+    return _proof.findings(instances, told, tolerance_bytes, tolerance_share)
+
+
+def parse_size(size: Any, what: str = "the size") -> int:
+    try:
+        return _size.parse_size(size, what, zero=True)
+    except RefusalError as refused:
+        raise AnsibleFilterError(f"{refused}; {refused.cure}") from refused
+
+
 def scrape_targets(hostvars: Mapping[str, Any], hosts: Sequence[str], monitor: str) -> list[dict[str, Any]]:
     fleet = {name: _plan.parse_wants(name, variables) for name, variables in _fleet(hostvars, hosts).items()}
     try:
         return _plan.scrape_targets(fleet, monitor)
-    except _plan.RefusalError as refused:
+    except RefusalError as refused:
         raise AnsibleFilterError(_plan.refusal_text([refused.on(monitor)])) from refused
 
 
@@ -60,6 +93,10 @@ class FilterModule:
 
     def filters(self) -> dict[str, Callable[..., Any]]:
         return {
+            "budget_table": budget_table,
+            "hicache_budget": hicache_budget,
+            "hicache_findings": hicache_findings,
+            "parse_size": parse_size,
             "plan": plan,
             "refusal_text": _plan.refusal_text,
             "scrape_targets": scrape_targets,

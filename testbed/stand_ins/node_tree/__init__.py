@@ -81,6 +81,11 @@ def tree(cpus: Sequence[int], meminfo: Mapping[str, int]) -> dict[str, str]:
     return files
 
 
+def status(cpus: Sequence[int]) -> str:
+    """What /proc/self/status says of a process that may use both nodes; the kernel names the node that it has."""
+    return f"Cpus_allowed_list:\t{cpu_list(cpus)}\nMems_allowed_list:\t0-1\n"
+
+
 def links(cpus: Sequence[int]) -> dict[str, str]:
     """The symbolic links of the tree: relative path -> target."""
     return {f"node{node}/cpu{cpu}": f"../../cpu/cpu{cpu}" for node, own in enumerate(split_cpus(cpus)) for cpu in own}

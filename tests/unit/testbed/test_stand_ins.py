@@ -7,11 +7,20 @@ import itertools
 import json
 import os
 import shutil
+import signal
+import socket
 import struct
 import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from ansible_collections.llmfleet.sglang.plugins.module_utils._proof import parse_log, parse_numa_maps
 
 from testbed.stand_ins import node_tree, tiny_model
 
@@ -163,3 +172,159 @@ def test_every_word_is_one_token() -> None:
     assert all(space + word in ids for word in tiny_model.WORDS)
     assert all(left in ids and right in ids and left + right in ids for left, right in merges)
     assert sorted(ids.values()) == list(range(len(ids)))
+
+
+# ---------------------------------------------------------------------------------------------------- the light engine
+
+LIGHT_ENGINE = Path(tiny_model.__file__).parents[1] / "light_engine"
+# Six layers of DeepSeek V4's own dimensions: two of ratio 4, two of ratio 128.
+V4_CONFIG = {
+    "num_hidden_layers": 6,
+    "compress_ratios": [0, 0, 4, 128, 4, 128, 0],
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "index_head_dim": 128,
+}
+# 5200 tokens are 20 pages of 256, and a tenth of them 2 window pages; ratio 2 doubles both.
+V4_FLAGS = ["--tp-size", "2", "--max-total-tokens", "5200", "--enable-hierarchical-cache", "--hicache-ratio", "2"]
+FULL_PAGE, SWA_PAGE = 95_232, 1_062_400
+V4_POOLS = {
+    "swa": 6 * 4 * 149_760,
+    "deepseek_v4_c4": 2 * 40 * 37_440,
+    "deepseek_v4_c4_indexer": 2 * 40 * 8_448,
+    "deepseek_v4_c4_state": 2 * 4 * 65_536,
+    "deepseek_v4_c4_indexer_state": 2 * 4 * 16_384,
+    "deepseek_v4_c128": 2 * 40 * 1_728,
+}
+
+
+def until(condition: Callable[[], Any], seconds: float = 60) -> Any:
+    """The first true value of a condition."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"{condition} did not hold within {seconds} s"
+        time.sleep(0.02)
+    return value
+
+
+class LightEngine:
+    """One stand-in server; ``log`` is what it has written."""
+
+    def __init__(self, folder: Path, *flags: str, **environment: str) -> None:
+        (folder / "config.json").write_text(json.dumps(V4_CONFIG))
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.path = folder / "log"
+        argv = [sys.executable, "-m", "sglang.launch_server", "--port", str(self.port), "--model-path", str(folder)]
+        # The machine of the tests need not have 10 GiB to spare.
+        variables = {**os.environ, "PYTHONPATH": str(LIGHT_ENGINE), "LIGHT_ENGINE_RESERVE_BYTES": "0", **environment}
+        with self.path.open("w") as stream:
+            self.process = subprocess.Popen([*argv, *flags], env=variables, stderr=stream)
+
+    @property
+    def log(self) -> str:
+        return self.path.read_text()
+
+    def get(self, path: str) -> tuple[int, bytes] | None:
+        """Status and body; None while nothing answers."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=10) as answer:
+                return answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read()
+        except OSError:
+            assert self.process.poll() is None, self.log
+            return None
+
+    def children(self) -> list[int]:
+        pid = self.process.pid
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.fixture
+def light_engine(tmp_path: Path) -> Iterator[Callable[..., LightEngine]]:
+    started: list[LightEngine] = []
+
+    def start(*flags: str, **environment: str) -> LightEngine:
+        started.append(LightEngine(tmp_path, *flags, **environment))
+        return started[-1]
+
+    yield start
+    for engine in started:
+        engine.process.kill()
+        engine.process.wait()
+
+
+def test_the_light_engine_makes_the_pools_that_it_says(light_engine: Callable[..., LightEngine]) -> None:
+    assert sum(V4_POOLS.values()) == 40 * FULL_PAGE + 4 * SWA_PAGE
+    engine = light_engine(*V4_FLAGS)
+    assert until(lambda: engine.get("/server_info")) == (200, b'{"max_total_num_tokens": 5120}')
+    told = parse_log(engine.log)
+    assert told["max_total_tokens"] == 5120
+    assert list(told["ranks"]) == ["TP0", "TP1"]
+    for pools in told["ranks"].values():
+        assert {pool["name"]: pool["bytes"] for pool in pools} == V4_POOLS
+        assert all(pool["exact"] for pool in pools)
+    # Profiled, then capped: each rank tells both.
+    assert engine.log.count("DSV4 pool sizes: full=1048576, swa=104704, ") == 2
+    assert engine.log.count("DSV4 pool sizes: full=5120, swa=512, c4=1280, c128=40, c4_state=16, ") == 2
+    ranks = engine.children()
+    assert len(ranks) == 2
+    if Path("/proc/self/numa_maps").exists():
+        pages = sum(-(-size // 4096) for size in V4_POOLS.values())
+        for rank in ranks:
+            lines = Path(f"/proc/{rank}/numa_maps").read_text().splitlines()
+            shared = "\n".join(line for line in lines if "/dev/zero" in line)
+            assert sum(parse_numa_maps(shared).values()) == pages * 4096
+    engine.process.send_signal(signal.SIGTERM)
+    assert engine.process.wait(timeout=60) == 0
+    until(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks))
+
+
+def test_without_the_flag_the_light_engine_makes_no_pool(light_engine: Callable[..., LightEngine]) -> None:
+    engine = light_engine("--tp-size", "2", "--disaggregation-mode", "decode", "--max-total-tokens", "5200")
+    assert until(lambda: engine.get("/ready")) == (200, b"")
+    assert engine.get("/v1/models") == (404, b"")
+    assert parse_log(engine.log) == {"max_total_tokens": 5120, "ranks": {}}
+    assert engine.children() == []
+    engine.process.send_signal(signal.SIGTERM)
+    assert engine.process.wait(timeout=60) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "words", "status"),
+    [
+        (
+            [*V4_FLAGS, "--disaggregation-mode", "decode"],
+            {},
+            "enable-hierarchical-cache and disable-radix-cache are mutually exclusive",
+            1,
+        ),
+        (
+            [*V4_FLAGS[:-2], "--hicache-size", "1"],
+            {},
+            "ValueError: DeepSeek V4 HiCache currently does not support --hicache-size; use --hicache-ratio instead.",
+            -signal.SIGKILL,
+        ),
+        (
+            V4_FLAGS[:-2],
+            {},
+            "ValueError: HiCache auto-sizing does not support DeepSeekV4TokenToKVPool",
+            -signal.SIGKILL,
+        ),
+        (
+            V4_FLAGS,
+            {"LIGHT_ENGINE_RESERVE_BYTES": str(1 << 60)},
+            "ValueError: Not enough host memory for V4 paged pool swa. Requesting 0.00 GB but only have -",
+            -signal.SIGKILL,
+        ),
+    ],
+    ids=["decode", "size", "neither", "memory"],
+)
+def test_the_light_engine_refuses_as_the_engine_does(
+    light_engine: Callable[..., LightEngine], flags: list[str], environment: dict[str, str], words: str, status: int
+) -> None:
+    engine = light_engine(*flags, **environment)
+    assert engine.process.wait(timeout=60) == status
+    assert words in engine.log
