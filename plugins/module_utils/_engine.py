@@ -32,6 +32,8 @@ class Engine:
     module: str
     devices: Mapping[str, Device]
     transfer_backends: tuple[str, ...]
+    # How the release stores the 128-wide index keys of DeepSeek V4.
+    index_keys: str = "fp8"
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -43,6 +45,9 @@ class Router:
     flags: Mapping[str, Any]
     release_bytes: int
 
+
+# A release that is only counted with, and not built.
+NO_DEVICE = Device(flags={}, environment={}, release_bytes=0)
 
 # The CPU device runs the engine's own torch paths. float32 and CUDA kernels are out of the question, and the parts of
 # the decode server that would back up retracted requests through CUDA host memory use a CPU tensor instead.
@@ -112,15 +117,23 @@ ENGINE_OWNED_FLAGS = (
     "disaggregation-bootstrap-port",
     "disaggregation-mode",
     "disaggregation-transfer-backend",
+    "enable-hicache",
+    "enable-hierarchical-cache",
     "enable-metrics",
+    "hicache-host-memory-fraction",
+    "hicache-ratio",
+    "hicache-size",
     "host",
     "model",
     "model-path",
+    "numa-node",
     "port",
     "served-model-name",
     "tensor-parallel-size",
     "tp-size",
 )
+# Environment that would give the NUMA policy a second owner.
+ENGINE_OWNED_ENVIRONMENT = ("SGLANG_AUTO_NUMA_BIND", "SGLANG_NUMA_BIND_V2")
 ROUTER_OWNED_FLAGS = (
     "decode",
     "host",

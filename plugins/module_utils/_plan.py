@@ -17,32 +17,52 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any
 
-from ansible_collections.llmfleet.sglang.plugins.module_utils import _engine
+from ansible_collections.llmfleet.sglang.plugins.module_utils import _budget, _engine, _hicache, _nodes
 from ansible_collections.llmfleet.sglang.plugins.module_utils._artefacts import (
     UnknownSetError,
     requirements,
     wheel_sets,
 )
+from ansible_collections.llmfleet.sglang.plugins.module_utils._geometry import Geometry, read_geometry
+from ansible_collections.llmfleet.sglang.plugins.module_utils._refusal import RefusalError
+from ansible_collections.llmfleet.sglang.plugins.module_utils._size import GIB, parse_share, parse_size, show_both
+from ansible_collections.llmfleet.sglang.plugins.module_utils._topology import TopologyError, normalise_pci
 
 SCHEMA = 1
 ENGINE_ROLES = ("prefill", "decode")
 ROLES = (*ENGINE_ROLES, "router")
-NUMA_POLICIES = ("strict", "preferred", "none")
 
 # The defaults of the role ``plan``; they are needed here because a peer's role defaults cannot be read in Ansible.
 DEFAULTS: Mapping[str, Any] = {
     "plan_address": "",
+    "plan_capture": "",
     "plan_device": "cuda",
     "plan_engine_args": {},
     "plan_engine_version": _engine.DEFAULT_ENGINE,
     "plan_environment": {},
+    "plan_gpu_memory": "",
+    "plan_gpu_numa_nodes": {},
     "plan_gpu_pci_ids": [],
+    "plan_hicache": {},
+    "plan_hicache_like": "",
+    "plan_memory_nodes": [],
     "plan_model_path": "",
+    "plan_numa_binder": "numactl",
     "plan_numa_policy": "strict",
     "plan_numactl": "/usr/bin/numactl",
+    "plan_nvml_environment": {},
+    "plan_proc_root": "/proc",
     "plan_python": "/usr/bin/python3",
+    "plan_reserve_engine_check": "10GiB",
+    "plan_reserve_growth": 0.28,
+    "plan_reserve_nodes": {},
+    "plan_reserve_os": "4GiB",
+    "plan_reserve_page_cache": "8GiB",
+    "plan_reserve_process": "4GiB",
+    "plan_reserve_services": "2GiB",
     "plan_root": "/opt/llmfleet",
     "plan_router_args": {},
     "plan_router_version": _engine.DEFAULT_ROUTER,
@@ -62,6 +82,7 @@ INSTANCE_KEYS = (
     "environment",
     "gpus",
     "group",
+    "hicache",
     "host",
     "metrics_port",
     "name",
@@ -71,21 +92,13 @@ INSTANCE_KEYS = (
     "tp_size",
 )
 SERVICE_USER = "llmfleet"
+# CUDA's context and libraries on each GPU, which no flag counts.
+DEVICE_OVERHEAD = 2 * GIB
+_NOTHING = _budget.Demand("")
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,39}")
 _FLAG = re.compile(r"[a-z][a-z0-9-]*")
 _TRUE = ("true", "yes")
 _FALSE = ("false", "no")
-
-
-class RefusalError(Exception):
-    """One thing the plan cannot accept, with all that a person needs: found, expected, cure."""
-
-    def __init__(self, code: str, found: str, expected: str, cure: str) -> None:
-        super().__init__(f"{found}; expected {expected}")
-        self.code, self.found, self.expected, self.cure = code, found, expected, cure
-
-    def on(self, host: str) -> dict[str, str]:
-        return {"code": self.code, "host": host, "found": self.found, "expected": self.expected, "cure": self.cure}
 
 
 @dataclass
@@ -104,6 +117,7 @@ class Instance:
     tp_size: int
     args: dict[str, Any]
     environment: dict[str, str]
+    hicache: _budget.Demand | None = None
 
     @property
     def unit(self) -> str:
@@ -124,6 +138,10 @@ class Wants:
     variables: dict[str, Any]
     instances: list[Instance] = field(default_factory=list)
     refusals: list[RefusalError] = field(default_factory=list)
+    hicache: _budget.Demand | None = None
+    reserves: _budget.Reserves = field(default_factory=_budget.Reserves)
+    gpu_memory: int | None = None
+    gpu_nodes: dict[str, int] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Any:
         return self.variables[name]
@@ -258,7 +276,16 @@ def _flags(value: Any, what: str, owned: Sequence[str]) -> dict[str, Any]:
 
 
 def _environment(value: Any, what: str) -> dict[str, str]:
-    return {name: str(item) for name, item in _mapping(value, what).items()}
+    found = {name: str(item) for name, item in _mapping(value, what).items()}
+    for name in _engine.ENGINE_OWNED_ENVIRONMENT:
+        if name in found:
+            raise RefusalError(
+                "environment_owned",
+                f"{what} sets {name}",
+                "one owner of the NUMA policy: the unit binds, and the engine stays out",
+                f"remove {name}, and say what you want with plan_numa_policy and numa_nodes",
+            )
+    return found
 
 
 def parse_instance(raw: Any, number: int, host: str) -> Instance:
@@ -299,6 +326,9 @@ def parse_instance(raw: Any, number: int, host: str) -> Instance:
             "the port of its Prometheus metrics, which the API port does not carry",
             "set metrics_port (29000 is the router's default)",
         )
+    hicache = _budget.parse_demand(entry.get("hicache"), f"hicache of {what}")
+    if hicache is not None and hicache.kind != "none" and role == "router":
+        raise RefusalError("hicache", f"{what} is a router with hicache", "hicache on a prefill", "remove hicache")
     gpus = _integers(entry.get("gpus", []), f"gpus of {what}")
     nodes = entry.get("numa_nodes")
     owned = _engine.ROUTER_OWNED_FLAGS if role == "router" else _engine.ENGINE_OWNED_FLAGS
@@ -315,7 +345,66 @@ def parse_instance(raw: Any, number: int, host: str) -> Instance:
         tp_size=_integer(entry.get("tp_size", len(gpus) or 1), f"tp_size of {what}"),
         args=_flags(entry.get("args", {}), f"args of {what}", owned),
         environment=_environment(entry.get("environment", {}), f"environment of {what}"),
+        hicache=hicache,
     )
+
+
+def _reserves(known: Mapping[str, Any]) -> _budget.Reserves:
+    """The memory that an operator keeps back. Raises RefusalError at the first that is no amount."""
+    growth = parse_share(_numeral(known["plan_reserve_growth"]), "plan_reserve_growth", zero=True)
+    if growth > 0.9:
+        raise RefusalError(
+            "share",
+            f"plan_reserve_growth is {growth}",
+            "at most 0.9",
+            "keep back a smaller share for growth under load",
+        )
+    nodes = _mapping(known["plan_reserve_nodes"], "plan_reserve_nodes")
+    return _budget.Reserves(
+        **{
+            name: parse_size(known[f"plan_reserve_{variable}"], f"plan_reserve_{variable}", zero=True)
+            for name, variable in (
+                ("os", "os"),
+                ("page_cache", "page_cache"),
+                ("services", "services"),
+                ("process", "process"),
+                ("check", "engine_check"),
+            )
+        },
+        growth=Fraction(str(growth)),
+        nodes={
+            _integer(node, "a node of plan_reserve_nodes"): parse_size(size, f"plan_reserve_nodes[{node}]", zero=True)
+            for node, size in nodes.items()
+        },
+    )
+
+
+def _numeral(value: Any) -> Any:
+    """A number also where an INI inventory or ``-e`` made it text."""
+    return float(value) if isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?", value) else value
+
+
+def _gpu_nodes(value: Any) -> dict[str, int]:
+    """plan_gpu_numa_nodes: PCI address -> node. Raises RefusalError."""
+    found = {}
+    for address, node in _mapping(value, "plan_gpu_numa_nodes").items():
+        try:
+            found[normalise_pci(address)] = _integer(node, f"plan_gpu_numa_nodes[{address}]")
+        except TopologyError as error:
+            raise RefusalError(
+                "type",
+                f"plan_gpu_numa_nodes names {address!r}",
+                "PCI addresses, such as 0000:17:00.0",
+                "`nvidia-smi -q` and `lspci -D` print them",
+            ) from error
+    return found
+
+
+def named_groups(host: str, variables: Mapping[str, Any]) -> set[str]:
+    """The PD groups that a host's instances name, without looking at anything else of them."""
+    raw = variables.get("plan_instances")
+    entries = raw if isinstance(raw, Sequence) and not isinstance(raw, str) else []
+    return {str(entry.get("group", host)) for entry in entries if isinstance(entry, Mapping)}
 
 
 def parse_wants(host: str, variables: Mapping[str, Any]) -> Wants:
@@ -333,14 +422,25 @@ def parse_wants(host: str, variables: Mapping[str, Any]) -> Wants:
             return None
 
     for name, default in DEFAULTS.items():
-        if isinstance(default, str):
+        if isinstance(default, str) and not name.startswith("plan_reserve_"):
             known[name] = attempt(_text, known[name], name)
     for name, owned in (
         ("plan_engine_args", _engine.ENGINE_OWNED_FLAGS),
         ("plan_router_args", _engine.ROUTER_OWNED_FLAGS),
     ):
         known[name] = attempt(_flags, known[name], name, owned) or {}
-    known["plan_environment"] = attempt(_environment, known["plan_environment"], "plan_environment") or {}
+    for name in ("plan_environment", "plan_nvml_environment"):
+        known[name] = attempt(_environment, known[name], name) or {}
+    for name in ("plan_gpu_pci_ids", "plan_memory_nodes"):
+        if not isinstance(known[name], Sequence) or isinstance(known[name], str):
+            attempt(_integers, known[name], name)
+            known[name] = []
+    known["plan_memory_nodes"] = attempt(_integers, known["plan_memory_nodes"], "plan_memory_nodes") or []
+    wants.hicache = attempt(_budget.parse_demand, known["plan_hicache"], "plan_hicache")
+    wants.reserves = attempt(_reserves, known) or _budget.Reserves()
+    wants.gpu_nodes = attempt(_gpu_nodes, known["plan_gpu_numa_nodes"]) or {}
+    if known["plan_gpu_memory"] not in ("", None):
+        wants.gpu_memory = attempt(parse_size, known["plan_gpu_memory"], "plan_gpu_memory")
     for name in ("gpu_exporter_port", "prometheus_port"):
         known[name] = attempt(_port, known[name], name)
 
@@ -392,7 +492,8 @@ def check_host(wants: Wants) -> list[RefusalError]:
 
     attempt(_choice, wants, "plan_engine_version", _engine.ENGINES)
     attempt(_choice, wants, "plan_router_version", _engine.ROUTERS)
-    attempt(_choice, wants, "plan_numa_policy", NUMA_POLICIES)
+    attempt(_choice, wants, "plan_numa_policy", _nodes.POLICIES)
+    attempt(_choice, wants, "plan_numa_binder", _nodes.BINDERS)
     engine = _engine.ENGINES.get(wants["plan_engine_version"])
     if engine is not None:
         attempt(_choice, wants, "plan_device", engine.devices)
@@ -587,7 +688,8 @@ def _release(wants: Wants, artefacts: Mapping[str, Any], kind: str) -> dict[str,
 
 def _effective_flags(wants: Wants, instance: Instance) -> dict[str, Any]:
     """An engine's flags that do not name an address: the device's, then the host's, then the instance's own."""
-    device = _engine.ENGINES[wants["plan_engine_version"]].devices[wants["plan_device"]]
+    engine = _engine.ENGINES.get(wants["plan_engine_version"])
+    device = engine.devices[wants["plan_device"]] if engine else _engine.NO_DEVICE
     return {
         **device.flags.get("", {}),
         **device.flags.get(instance.role, {}),
@@ -607,8 +709,9 @@ def served_name(wants: Wants) -> str:
     return str(wants["plan_served_model_name"] or wants["plan_model_path"].rstrip("/").rsplit("/", 1)[-1])
 
 
-def engine_argv(wants: Wants, instance: Instance, python: str) -> list[str]:
-    flags = _effective_flags(wants, instance) | {"host": instance.host, "port": instance.port}
+def engine_argv(wants: Wants, instance: Instance, python: str, cache: Mapping[str, Any]) -> list[str]:
+    """The command line of a server; ``cache`` are the flags of its part of the HiCache budget."""
+    flags = _effective_flags(wants, instance) | {**cache, "host": instance.host, "port": instance.port}
     if instance.bootstrap_port is not None:
         flags["disaggregation-bootstrap-port"] = instance.bootstrap_port
     return [python, "-m", _engine.ENGINES[wants["plan_engine_version"]].module, *render_flags(flags)]
@@ -659,51 +762,231 @@ def group_revision(fleet: Mapping[str, Wants], group: str, artefacts: Mapping[st
     return digest(agreed, 12)
 
 
-def node_set(wants: Wants, instance: Instance, topology: Mapping[str, Any]) -> list[int]:
-    """The NUMA nodes an instance is bound to: those asked for, else those of its GPUs, else none (not bound)."""
-    known = [node["id"] for node in topology["nodes"]]
-    if instance.numa_nodes is not None:
-        missing = [node for node in instance.numa_nodes if node not in known]
-        if missing:
-            raise RefusalError(
-                "numa_node",
-                f"numa_nodes of {instance.name} names node {missing[0]}",
-                f"nodes of this host: {', '.join(map(str, known))}",
-                "correct numa_nodes, or leave it out to have it read from the GPUs",
-            )
-        return sorted(set(instance.numa_nodes))
-    by_index = {gpu["index"]: gpu for gpu in topology["gpus"]}
-    nodes = set()
-    for index in instance.gpus:
-        gpu = by_index.get(index)
-        if gpu is None:
-            raise RefusalError(
-                "gpu_missing",
-                f"{instance.name} asks for GPU {index}",
-                f"GPUs of this host: {', '.join(map(str, sorted(by_index))) or 'none on the PCI bus'}",
-                "correct gpus; `nvidia-smi -L` on the host lists them",
-            )
-        if gpu["numa_node"] is None and wants["plan_numa_policy"] != "none":
-            raise RefusalError(
-                "numa_unknown",
-                f"the firmware does not say to which NUMA node GPU {index} ({gpu['pci']}) belongs",
-                "a node for each GPU",
-                f"set numa_nodes of {instance.name}, or plan_numa_policy: none",
-            )
-        if gpu["numa_node"] is not None:
-            nodes.add(gpu["numa_node"])
-    return sorted(nodes)
+def node_set(wants: Wants, instance: Instance, topology: Mapping[str, Any]) -> _nodes.NodeSet:
+    """The NUMA nodes an instance is bound to; see ``_nodes.py``. Raises RefusalError."""
+    found = _nodes.node_set(
+        instance.name,
+        instance.gpus,
+        instance.numa_nodes,
+        topology,
+        wants["plan_numa_policy"],
+        wants.gpu_nodes,
+        wants["plan_memory_nodes"],
+    )
+    _nodes.check_allowed(instance.name, found, topology, wants["plan_numa_policy"])
+    return found
 
 
-def binding(wants: Wants, nodes: Sequence[int]) -> list[str]:
-    """The numactl prefix of a command line; empty where nothing is bound."""
-    if not nodes or wants["plan_numa_policy"] == "none":
+def binding(wants: Wants, found: _nodes.NodeSet) -> list[str]:
+    """The numactl prefix of a command line; empty where nothing is bound, or systemd does it."""
+    if wants["plan_numa_binder"] == "systemd":
         return []
-    listed = ",".join(map(str, nodes))
-    if wants["plan_numa_policy"] == "preferred":
-        # numactl takes one preferred node; the others of the set are still allowed.
-        return [wants["plan_numactl"], f"--cpunodebind={listed}", f"--preferred={nodes[0]}"]
-    return [wants["plan_numactl"], f"--cpunodebind={listed}", f"--membind={listed}"]
+    return _nodes.numactl_argv(wants["plan_numactl"], found, wants["plan_numa_policy"])
+
+
+def unit_settings(wants: Wants, found: _nodes.NodeSet, memory_max: int | None) -> dict[str, str]:
+    """Settings of the unit's [Service] that the plan decides: its memory limit, and the binding if systemd does it."""
+    settings = {} if memory_max is None else {"MemoryMax": str(memory_max)}
+    if wants["plan_numa_binder"] == "systemd":
+        settings |= _nodes.systemd_properties(found, wants["plan_numa_policy"])
+    return settings
+
+
+def bound_text(wants: Wants, found: _nodes.NodeSet) -> str:
+    """How a server is bound, for a person."""
+    policy = wants["plan_numa_policy"]
+    if policy == "none" or not found:
+        return f"not bound ({'plan_numa_policy is none' if policy == 'none' else 'no GPUs and no numa_nodes'})"
+    cpus, memory = (", ".join(map(str, nodes)) for nodes in (found.nodes, found.memory_nodes))
+    kept = "only" if policy == "strict" else "first"
+    return f"CPUs of node {cpus}, memory of node {memory} {kept} ({policy}, by {wants['plan_numa_binder']})"
+
+
+# ------------------------------------------------------------------------------------------------------ the host cache
+
+
+def _number_flag(flags: Mapping[str, Any], name: str) -> int | None:
+    value = flags.get(name)
+    return None if value is None else _integer(value, name)
+
+
+def device_memory(
+    wants: Wants,
+    instance: Instance,
+    geometry: Geometry,
+    bf16_keys: Geometry | None,
+    flags: Mapping[str, Any],
+    model_size: int | None,
+) -> dict[str, Any]:
+    """What the KV cache of one rank costs on its GPU, in bytes; and the tokens that fit, where that can be told.
+
+    ``largest_tokens`` = (plan_gpu_memory x mem-fraction-static - model / ranks - 2 GiB - fixed) / bytes_per_token, in
+    whole pages: an upper bound, since the engine measures what loading has really left. ``slots`` are the request slots
+    (max-running-requests, which is 256 for DeepSeek V4 where it is not set, and one more). ``bf16_keys``: the same with
+    the index keys of DeepSeek V4 in bf16, None for other models.
+    """
+    slots = (_number_flag(flags, "max-running-requests") or 256) + 1
+    slots += (_number_flag(flags, "disaggregation-decode-extra-slots") or 0) if instance.role == "decode" else 0
+    fixed = geometry.fixed_bytes(slots)
+    context = _number_flag(flags, "context-length")
+    found: dict[str, Any] = {
+        "kind": geometry.kind,
+        "bytes_per_token": float(geometry.bytes_per_token),
+        "bytes_per_token_bf16_keys": float(bf16_keys.bytes_per_token) if bf16_keys else None,
+        "fixed": fixed,
+        "context_tokens": context,
+        "context_bytes": None if context is None else int(context * geometry.bytes_per_token),
+        "largest_tokens": None,
+    }
+    fraction = flags.get("mem-fraction-static")
+    if wants.gpu_memory is not None and model_size is not None and fraction is not None:
+        share = Fraction(str(parse_share(_numeral(fraction), "mem-fraction-static")))
+        room = int(wants.gpu_memory * share) - model_size // instance.tp_size - DEVICE_OVERHEAD - fixed
+        found["largest_tokens"] = geometry.aligned(max(0, int(room / geometry.bytes_per_token)))
+    return found
+
+
+def host_budget(
+    wants: Wants,
+    topology: Mapping[str, Any],
+    config: str | None,
+    model_size: int | None = None,
+) -> tuple[dict[str, Any], list[RefusalError]]:
+    """The HiCache budget of a host and what its servers' KV caches cost on the device; see ``_budget.py``.
+
+    ``config``: the text of the model's config.json, needed where HiCache is asked for. ``model_size`` in bytes. The
+    node sets have to be sound (``node_set`` refuses). Result: the budget, with ``device`` for each server in it.
+    """
+    version = wants["plan_engine_version"]
+    servers = [instance for instance in wants.instances if instance.role in ENGINE_ROLES]
+    asked = {
+        item.name: (item.hicache or wants.hicache) is not None and (item.hicache or _NOTHING).kind != "none"
+        for item in servers
+    }
+    refused: list[RefusalError] = []
+    consumers: list[_budget.Consumer] = []
+    device: dict[str, Any] = {}
+    release = _hicache.RELEASES[_engine.DEFAULT_ENGINE]
+    if any(asked.values()):
+        try:
+            version, release = _hicache.release_of(version, wants["plan_hicache_like"])
+        except RefusalError as error:
+            return {}, [error]
+    for instance in servers:
+        flags = _effective_flags(wants, instance)
+        environment = wants["plan_environment"] | instance.environment
+        found = node_set(wants, instance, topology)
+        consumer = _budget.Consumer(
+            name=instance.name,
+            role=instance.role,
+            unit=instance.unit,
+            ranks=instance.tp_size,
+            memory_nodes=found.memory_nodes,
+            policy=wants["plan_numa_policy"],
+            demand=instance.hicache if asked[instance.name] else None,
+            hugepage=_hicache.HUGEPAGES.get(environment.get("SGLANG_HUGEPAGE_SIZE", "").strip().upper()),
+        )
+        consumers.append(consumer)
+        if (instance.hicache or _NOTHING).kind == "none":
+            consumer.none_because = "disabled by the operator"
+        request = _hicache.Request(instance.role, wants["plan_device"], flags, environment)
+        try:
+            # A server that takes none whatever its model is needs no model to be read.
+            takes = asked[instance.name] and not _takes_none(consumer, instance, request, version)
+            geometry = _geometry_of(wants, instance, flags, environment, config, release, takes)
+            if geometry is not None:
+                with_bf16 = _geometry_of(wants, instance, flags, environment, config, release, False, "bf16")
+                other = with_bf16 if geometry.kind == "dsv4" else None
+                device[instance.name] = device_memory(wants, instance, geometry, other, flags, model_size)
+                consumer.geometry = geometry
+                consumer.tokens = _number_flag(flags, "max-total-tokens") or device[instance.name]["largest_tokens"]
+            if takes and geometry is not None:
+                _hicache_rules(consumer, instance, replace(request, kind=geometry.kind), version)
+        except RefusalError as error:
+            refused.append(error)
+    if refused:
+        return {}, refused
+    budget, refused = _budget.make_budget(
+        topology, consumers, wants.hicache, wants.reserves, release, wants["plan_memory_nodes"]
+    )
+    return budget | {"device": device}, refused
+
+
+def budget_of(
+    host: str,
+    variables: Mapping[str, Any],
+    topology: Mapping[str, Any],
+    config: str | None,
+    model_size: int | None = None,
+) -> tuple[dict[str, Any], list[dict[str, str]]]:
+    """The HiCache budget of one host from its variables and its topology alone, with its refusals as data.
+
+    For budgets without a plan: no peers, no artefacts, no disks, and releases that this collection cannot build but
+    knows the rules of (``_hicache.RELEASES``).
+    """
+    wants = parse_wants(host, variables)
+    refused = list(wants.refusals)
+    for name, allowed in (("plan_numa_policy", _nodes.POLICIES), ("plan_numa_binder", _nodes.BINDERS)):
+        try:
+            _choice(wants, name, allowed)
+        except RefusalError as error:
+            refused.append(error)
+    if not refused:
+        for instance in wants.instances:
+            try:
+                node_set(wants, instance, topology)
+            except RefusalError as error:
+                refused.append(error)
+    budget: dict[str, Any] = {}
+    if not refused:
+        budget, refused = host_budget(wants, topology, config, model_size)
+    return budget, [error.on(host) for error in refused]
+
+
+def _geometry_of(
+    wants: Wants,
+    instance: Instance,
+    flags: Mapping[str, Any],
+    environment: Mapping[str, str],
+    config: str | None,
+    release: _hicache.Release,
+    asked: bool,
+    index_keys: str | None = None,
+) -> Geometry | None:
+    """The geometry of a server's KV cache. Where no HiCache is asked for it only informs, and may be unknown."""
+    engine = _engine.ENGINES.get(wants["plan_engine_version"])
+    keys = index_keys or (engine.index_keys if engine else "fp8")
+    try:
+        server = _hicache.server_of(release, flags, environment, instance.tp_size, keys)
+        return read_geometry(config, server)
+    except RefusalError:
+        if asked:
+            raise
+        return None
+
+
+def _takes_none(consumer: _budget.Consumer, instance: Instance, request: _hicache.Request, version: str) -> bool:
+    """Note why a server has no HiCache; RefusalError where it was asked for it by name."""
+    none = _hicache.broken(_hicache.NONE_RULES, version, request)
+    if none is not None and instance.hicache is not None:
+        raise RefusalError(
+            none.code, f"{instance.name} asks for HiCache: {none.reason}", f"SGLang {version}", none.cure
+        )
+    if none is not None:
+        consumer.none_because = none.reason
+    return none is not None
+
+
+def _hicache_rules(consumer: _budget.Consumer, instance: Instance, request: _hicache.Request, version: str) -> None:
+    """RefusalError where a server that is to have HiCache could not start with it, or would be counted wrongly."""
+    refused = _hicache.broken(_hicache.REFUSE_RULES, version, request)
+    if not _takes_none(consumer, instance, request, version) and refused is not None:
+        raise RefusalError(
+            refused.code,
+            f"{instance.name} is to have HiCache: {refused.reason} (SGLang {version})",
+            "settings that this release can start with",
+            refused.cure,
+        )
 
 
 def _instance_environment(wants: Wants, instance: Instance) -> dict[str, str]:
@@ -729,26 +1012,34 @@ def _instance_plan(
     instance: Instance,
     fleet: Mapping[str, Wants],
     artefacts: Mapping[str, Any],
-    nodes: list[int],
+    nodes: _nodes.NodeSet,
+    cache: Mapping[str, Any] | None,
     monitor: str,
 ) -> dict[str, Any]:
+    """One instance; ``cache`` is its part of the host's budget, None where there is none."""
     release = _release(wants, artefacts, "router" if instance.role == "router" else "engine")
     if instance.role == "router":
         argv = router_argv(wants, instance, fleet, release["dir"], monitor)
     else:
-        argv = engine_argv(wants, instance, release["python"])
+        argv = engine_argv(wants, instance, release["python"], cache["flags"] if cache else {})
     revision = group_revision(fleet, instance.group, artefacts)
     bind = binding(wants, nodes)
+    settings = unit_settings(wants, nodes, cache["memory_max"] if cache else None)
     environment = _instance_environment(wants, instance) | {"LLMFLEET_REVISION": revision}
-    fingerprint = digest({"argv": bind + argv, "environment": environment}, 16)
+    # Settings only where there are some: a host without HiCache keeps the fingerprint it has always had.
+    ran_with = {"argv": bind + argv, "environment": environment} | ({"settings": settings} if settings else {})
+    fingerprint = digest(ran_with, 16)
     return {
         "name": instance.name,
         "role": instance.role,
         "group": instance.group,
         "unit": instance.unit,
         "gpus": instance.gpus,
-        "nodes": nodes,
+        "nodes": nodes.nodes,
+        "memory_nodes": nodes.memory_nodes,
         "binding": bind,
+        "settings": settings,
+        "bound": bound_text(wants, nodes),
         "argv": argv,
         "environment": environment | {"LLMFLEET_FINGERPRINT": fingerprint},
         "host": instance.host,
@@ -793,7 +1084,7 @@ def _group_plan(fleet: Mapping[str, Wants], group: str, artefacts: Mapping[str, 
 
 
 def scrape_targets(fleet: Mapping[str, Wants], monitor: str) -> list[dict[str, Any]]:
-    """What Prometheus on ``monitor`` scrapes: every instance and exporter of the whole inventory.
+    """What Prometheus on ``monitor`` scrapes: every instance and exporter of the given hosts.
 
     Raises RefusalError where a target listens on another host's loopback.
     """
@@ -961,16 +1252,23 @@ def make_plan(
     """The plan of one host; see the module's text and ``docs/architecture.md``.
 
     With refusals the plan is not to be applied; ``instances`` and ``groups`` are then left empty.
-    ``facts``: ``{os {distribution, major, arch}, topology, ports, paths, releases[], model_source | None}``.
+    ``facts``: ``{os {distribution, major, arch}, topology, ports, paths, releases[], model_source | None, model_config
+    (text | None), memory {unit: {by_node}}}``; of a captured host there are ``topology`` and ``model_config`` only.
     """
-    wanted = {name: parse_wants(name, variables) for name, variables in fleet.items()}
+    # Only the hosts of its own PD groups matter to a host: the cost of a fleet grows with its hosts, not their square.
+    own = named_groups(host, fleet[host])
+    wanted = {
+        name: parse_wants(name, variables)
+        for name, variables in fleet.items()
+        if name == host or own & named_groups(name, variables)
+    }
     wants = wanted[host]
     refused = check_host(wants)
     groups = sorted({instance.group for instance in wants.instances})
     for group in groups:
         refused += check_group(wanted, group, host)
     refused += check_peers(wanted, groups, host)
-    if facts is not None:
+    if facts is not None and "os" in facts:
         refused += check_platform(facts)
     plan: dict[str, Any] = {
         "schema": SCHEMA,
@@ -983,6 +1281,7 @@ def make_plan(
         if facts is None
         else [{"index": gpu["index"], "pci": gpu["pci"]} for gpu in facts["topology"]["gpus"]],
         "instances": [],
+        "budget": {},
         "groups": {},
         "scrape": [],
         "warnings": [],
@@ -1013,21 +1312,97 @@ def _fill(
             "readiness_route": engine.readiness_route,
         }
         plan["router"] = _release(wants, artefacts, "router")
-        plan["scrape"] = scrape_targets(fleet, monitor)
+        plan["scrape"] = scrape_targets({wants.host: wants}, monitor)
         groups = sorted({instance.group for instance in wants.instances})
         plan["groups"] = {group: _group_plan(fleet, group, artefacts) for group in groups}
     except RefusalError as error:
         return [error]
     plan["model"]["served_name"] = served_name(wants)
+    sets: dict[str, _nodes.NodeSet] = {}
     for instance in wants.instances:
         try:
-            nodes = [] if facts is None else node_set(wants, instance, facts["topology"])
-            plan["instances"].append(_instance_plan(wants, instance, fleet, artefacts, nodes, monitor))
+            sets[instance.name] = (
+                _nodes.NodeSet([], []) if facts is None else node_set(wants, instance, facts["topology"])
+            )
         except RefusalError as error:
             refused.append(error)
-    plan["warnings"] = _warnings(wants)
     if facts is not None:
-        refused += check_model(wants, facts) + check_disk(wants, artefacts, facts) + check_ports(wants, facts)
+        refused += _check_facts(wants, artefacts, facts)
+        if not refused:
+            plan["budget"], refused = host_budget(
+                wants, facts["topology"], facts.get("model_config"), _model_size(wants, facts)
+            )
+    if refused:
+        return refused
+    caches = {entry["name"]: entry for entry in plan["budget"].get("instances", [])}
+    for instance in wants.instances:
+        try:
+            plan["instances"].append(
+                _instance_plan(
+                    wants, instance, fleet, artefacts, sets[instance.name], caches.get(instance.name), monitor
+                )
+            )
+        except RefusalError as error:
+            refused.append(error)
+    plan["warnings"] = [*_warnings(wants), *plan["budget"].get("warnings", [])]
+    if facts is not None and not refused:
+        refused = check_memory(plan["budget"], facts)
+    return refused
+
+
+def _check_facts(wants: Wants, artefacts: Mapping[str, Any], facts: Mapping[str, Any]) -> list[RefusalError]:
+    """What the host's facts rule out; a captured tree has some of them only."""
+    refused: list[RefusalError] = []
+    if "paths" in facts:
+        refused += check_model(wants, facts) + check_disk(wants, artefacts, facts)
+    if "ports" in facts:
+        refused += check_ports(wants, facts)
+    return refused
+
+
+def _model_size(wants: Wants, facts: Mapping[str, Any]) -> int | None:
+    """Bytes of the model's files: of the source where the model is copied, so that a copy does not move the plan."""
+    source = facts.get("model_source")
+    found = source if source is not None else facts.get("paths", {}).get(wants["plan_model_path"])
+    return int(found["size"]) if found else None
+
+
+def _held(memory: Mapping[str, Any], entry: Mapping[str, Any], node: str) -> int:
+    """Bytes that a unit holds on a node; where the kernel does not tell, a running unit holds what it is planned to."""
+    unit = memory.get(entry["unit"])
+    if not unit or not unit["main_pid"]:
+        return 0
+    held: int = entry["by_node"][node] if unit["by_node"] is None else unit["by_node"].get(node, 0)
+    return held
+
+
+def check_memory(budget: Mapping[str, Any], facts: Mapping[str, Any]) -> list[RefusalError]:
+    """A gate, not a budget: what is planned has to be there now, or be held by the very unit that is to have it.
+
+    ``facts.memory``: unit -> ``{main_pid, by_node}``, bytes that our running units hold on each node.
+    """
+    if "memory" not in facts:
+        return []
+    free = {str(node["id"]): node for node in facts["topology"]["nodes"]}
+    refused = []
+    for node in budget.get("nodes", []):
+        key = str(node["id"])
+        plain = [
+            entry for entry in budget["instances"] if entry["backing"] == _budget.PLAIN and key in entry["by_node"]
+        ]
+        need = sum(max(0, entry["by_node"][key] - _held(facts["memory"], entry, key)) for entry in plain)
+        there = free[key]["mem_available"]
+        if need > there:
+            refused.append(
+                RefusalError(
+                    "memory_busy",
+                    f"node {key} has {show_both(there)} available now, and {' and '.join(e['name'] for e in plain)} "
+                    f"still needs {show_both(need)} there: {show_both(need - there)} short",
+                    "the planned memory to be free, or held by the units themselves",
+                    f"see what holds memory of node {key} (numastat -m, and numastat -p PID); the plan itself fits, so "
+                    "end what does not belong there, or keep it back with plan_reserve_nodes",
+                )
+            )
     return refused
 
 

@@ -19,6 +19,7 @@ from tests.unit.plugins.module_utils.plan_cases import (
     HOST,
     decode,
     facts,
+    node,
     prefill,
     router,
     variables,
@@ -125,25 +126,26 @@ def test_a_group_over_two_hosts_is_reached_by_address() -> None:
         "a": variables(prefill(host="0.0.0.0", group="pd0"), router(group="pd0"), ansible_host="2001:db8::1"),
         "b": variables(decode(host="192.0.2.12", group="pd0"), ansible_host="192.0.2.12"),
     }
-    made = plan(fleet, facts(), "a")
-    # Prometheus on "a" cannot reach the exporter on b's loopback: that is the only thing wrong here.
-    assert codes(made) == ["loopback"]
+    # Prometheus on "a" cannot reach the exporter on b's loopback: that is the only thing wrong here, and it is b's.
+    assert codes(_plan.make_plan("b", fleet, ARTEFACTS, facts(), monitor="a")) == ["loopback"]
     fleet["b"]["gpu_exporter_listen_address"] = "192.0.2.12"
     made = plan(fleet, facts(), "a")
     assert made["refusals"] == []
     assert made["groups"]["pd0"]["decode"][0]["url"] == "http://192.0.2.12:30002"
     assert "http://[2001:db8::1]:30000" in instance(made, "router")["argv"]
-    assert [target["address"] for target in made["scrape"][0]["targets"]] == ["[2001:db8::1]:30000", "192.0.2.12:30002"]
+    assert [target["address"] for target in made["scrape"][0]["targets"]] == ["[2001:db8::1]:30000"]
+    everything = _plan.scrape_targets({name: _plan.parse_wants(name, found) for name, found in fleet.items()}, "a")
+    assert [target["address"] for target in everything[0]["targets"]] == ["[2001:db8::1]:30000", "192.0.2.12:30002"]
     from_b = _plan.make_plan("b", fleet, ARTEFACTS, facts(), monitor="a")
     assert from_b["refusals"] == []
     assert from_b["groups"] == made["groups"]
-    assert from_b["scrape"] == made["scrape"]
+    assert from_b["scrape"][0]["targets"] == everything[0]["targets"][1:]
 
 
 def test_each_host_is_a_group_of_its_own_unless_told_otherwise() -> None:
     fleet = {name: variables(gpu_exporter_listen_address="0.0.0.0") for name in ("a", "b")}
     made = _plan.make_plan("b", fleet | {"a": variables()}, ARTEFACTS, None, monitor="b")
-    assert codes(made) == ["loopback"]  # only Prometheus has to reach the other host
+    assert codes(made) == []  # what is wrong with a host of another group is that host's matter
     assert _plan.make_plan("b", {"b": fleet["b"]}, ARTEFACTS)["groups"].keys() == {"b"}
 
 
@@ -225,7 +227,7 @@ SQUATTER = {"pid": 99, "unit": "", "command": "python3 -m http.server 30000", "a
 @pytest.mark.parametrize(
     ("changes", "code", "found", "cure"),
     [
-        ({"topology": {"nodes": [{"id": 0}], "gpus": []}}, "gpu_missing", "GPU 0", "nvidia-smi"),
+        ({"topology": {"nodes": [node(0, nodes=1)], "gpus": []}}, "gpu_missing", "GPU 0", "nvidia-smi"),
         ({"paths": _paths(model={"exists": False})}, "model_missing", "folder", "model_source"),
         ({"paths": _paths(config={"exists": False})}, "model_missing", "config.json", "model_source"),
         ({"paths": _paths(config={"unreadable": "/srv/models"})}, "model_unreadable", "/srv/models", "chmod"),
@@ -388,3 +390,175 @@ def test_the_neighbours_defaults_are_those_of_their_roles() -> None:
     for name, value in _plan.NEIGHBOURS.items():
         role = next(part for part in ("gpu_exporter", "prometheus") if name.startswith(part))
         assert yaml.safe_load((ROOT / f"roles/{role}/defaults/main.yml").read_text())[name] == value
+
+
+# ----------------------------------------------------------------------------------------------------------- host cache
+
+
+def cached(**changes: Any) -> dict[str, Any]:
+    """The reference host with 300 GB of HiCache asked for and the prefill's device pool pinned."""
+    pinned = prefill(args={"max-total-tokens": 1_000_192})
+    return variables(pinned, decode(), router(), **{"plan_hicache": {"total": "300GB"}, **changes})
+
+
+def test_hicache_of_the_reference_host() -> None:
+    made = plan({HOST: cached()}, facts())
+    assert made["refusals"] == []
+    first, second = instance(made, "prefill"), instance(made, "decode")
+    assert option(first["argv"], "--hicache-ratio") == "5.294"
+    assert option(first["argv"], "--max-total-tokens") == "1000192"
+    assert "--enable-hierarchical-cache" in first["argv"]
+    assert first["settings"] == {"MemoryMax": str(made["budget"]["instances"][1]["memory_max"])}
+    assert "--enable-hierarchical-cache" not in second["argv"]
+    assert second["settings"] == {}
+    told = {entry["name"]: entry for entry in made["budget"]["instances"]}
+    assert told["decode"]["why"].startswith("a decode server keeps no prefix cache")
+    assert made["budget"]["nodes"][1]["why"] == "unused, see decode"
+
+
+def test_what_a_window_costs_on_the_device_is_told_before_the_start() -> None:
+    made = plan({HOST: cached(plan_engine_args={"context-length": 524_288, "max-running-requests": 64})}, facts())
+    assert made["budget"]["device"]["decode"] == {
+        "kind": "dsv4",
+        "bytes_per_token": 7086.75,
+        "bytes_per_token_bf16_keys": 7737.75,
+        "fixed": 702_545_920,
+        "context_tokens": 524_288,
+        "context_bytes": 3_715_497_984,
+        "largest_tokens": None,
+    }
+
+
+def test_the_device_pool_is_pinned_from_the_gpus_memory_where_that_is_said() -> None:
+    found = facts()
+    found["paths"]["/srv/models/flash"]["size"] = 160 * 10**9
+    wanted = {
+        "plan_hicache": {"total": "300GB"},
+        "plan_gpu_memory": "96GB",
+        "plan_engine_args": {"mem-fraction-static": 0.85, "max-running-requests": 64},
+    }
+    made = plan({HOST: variables(**wanted)}, found)
+    # (96 GB x 0.85 - 160 GB / 4 - 2 GiB - 702,545,920 B) / 7086.75 B, in pages of 256
+    tokens = (int(96e9 * 0.85) - 40 * 10**9 - 2 * GIB - 702_545_920) / 7086.75 // 256 * 256
+    assert option(instance(made, "prefill")["argv"], "--max-total-tokens") == str(int(tokens))
+    assert codes(plan({HOST: variables(plan_hicache={"total": "300GB"})}, facts())) == ["device_pool"]
+
+
+def test_a_unit_that_runs_does_not_move_the_plan_and_holds_what_the_gate_asks_for() -> None:
+    before = plan({HOST: cached()}, facts())
+    running = facts()
+    running["topology"]["nodes"][0] |= {"mem_free": 1, "mem_available": 1}
+    busy = plan({HOST: cached()}, running)
+    assert codes(busy) == ["memory_busy"]
+    assert "150.0 GB" in busy["refusals"][0]["found"]
+    held = {"main_pid": 7, "by_node": {"0": 160 * 10**9}}
+    assert plan({HOST: cached()}, running | {"memory": {"llmfleet-prefill.service": held}}) == before
+    # Where the kernel does not tell what a unit holds, a running one holds what it is planned to.
+    unknown = {"main_pid": 7, "by_node": None}
+    assert plan({HOST: cached()}, running | {"memory": {"llmfleet-prefill.service": unknown}}) == before
+    stopped = {"main_pid": 0, "by_node": None}
+    assert codes(plan({HOST: cached()}, running | {"memory": {"llmfleet-prefill.service": stopped}})) == ["memory_busy"]
+
+
+def test_the_revision_of_a_group_does_not_follow_a_hosts_memory() -> None:
+    small = facts()
+    small["topology"]["nodes"][0]["mem_total"] -= 10**9
+    wanted = cached(plan_hicache={"fraction": 0.5})
+    first, second = (plan({HOST: wanted}, found) for found in (facts(), small))
+    assert instance(first, "prefill")["fingerprint"] != instance(second, "prefill")["fingerprint"]
+    assert instance(first, "prefill")["revision"] == instance(second, "prefill")["revision"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "found"),
+    [
+        ({"plan_hicache": {"total": "300 gigs"}}, "size", "plan_hicache.total is '300 gigs'"),
+        ({"plan_hicache": {"ratio": "2.0"}}, "number", "plan_hicache.ratio is '2.0'"),
+        ({"plan_hicache": {"total": "9TB"}}, "hicache_node", "node 0 is asked for 4.5 TB"),
+        ({"plan_reserve_os": "4"}, "size", "plan_reserve_os is '4', which has no unit"),
+        ({"plan_reserve_growth": 0.95}, "share", "plan_reserve_growth is 0.95"),
+        ({"plan_reserve_nodes": {"first": "4GiB"}}, "type", "a node of plan_reserve_nodes is 'first'"),
+        ({"plan_gpu_memory": "96"}, "size", "plan_gpu_memory is '96'"),
+        ({"plan_gpu_numa_nodes": {"gpu0": 1}}, "type", "plan_gpu_numa_nodes names 'gpu0'"),
+        ({"plan_numa_binder": "taskset"}, "choice", "plan_numa_binder is 'taskset'"),
+        ({"plan_memory_nodes": 2}, "type", "plan_memory_nodes is 2"),
+        ({"plan_environment": {"SGLANG_AUTO_NUMA_BIND": "1"}}, "environment_owned", "SGLANG_AUTO_NUMA_BIND"),
+        ({"plan_engine_args": {"hicache-ratio": 2}}, "flag_owned", "hicache-ratio"),
+        ({"plan_engine_args": {"numa-node": [0, 0, 0, 0]}}, "flag_owned", "numa-node"),
+        ({"plan_engine_args": {"hicache-mem-layout": "page_head"}}, "hicache_layout", "layouts layer_first"),
+        ({"plan_engine_args": {"pp-size": 2}}, "hicache_pipeline", "pipeline"),
+        ({"plan_environment": {"SGLANG_OPT_SM120_DIRECT_SWA_KV": "1"}}, "hicache_direct_swa", "SM120_DIRECT_SWA_KV"),
+        ({"plan_environment": {"SGLANG_HUGEPAGE_SIZE": "4MB"}}, "hicache_hugepages", "neither 2MB nor 1GB"),
+        ({"plan_environment": {"SGLANG_HUGEPAGE_SIZE": "2MB"}}, "hicache_hugepages", "no pool of that size"),
+    ],
+)
+def test_wrong_memory_wants_are_refused_with_the_name_of_the_variable(
+    changes: dict[str, Any], code: str, found: str
+) -> None:
+    made = plan({HOST: cached(**changes)}, facts())
+    assert code in codes(made)
+    assert any(found in refusal["found"] for refusal in made["refusals"])
+    assert made["instances"] == []
+
+
+def test_hicache_asked_of_a_server_that_cannot_have_it_is_refused() -> None:
+    wanted = cached()
+    wanted["plan_instances"][1]["hicache"] = {"total": "10GB"}
+    assert codes(plan({HOST: wanted}, facts())) == ["hicache_decode"]
+    off = cached()
+    off["plan_instances"][0]["hicache"] = {"enabled": False}
+    made = plan({HOST: off}, facts())
+    assert made["budget"]["host"]["given"] == 0
+    assert made["budget"]["instances"][1]["why"] == "disabled by the operator"
+    routed = cached()
+    routed["plan_instances"][2]["hicache"] = {"total": "10GB"}
+    assert codes(plan({HOST: routed}, facts()))[0] == "hicache"
+    # Without CUDA there is nothing to pin: the host's share is not used, and nothing is refused.
+    cpu = {"plan_device": "cpu", "plan_transfer_backend": "mooncake_tcp", "plan_hicache": {"total": "300GB"}}
+    unbound = variables(prefill(gpus=[]), decode(gpus=[]), router(), **cpu)
+    assert plan({HOST: unbound}, facts())["budget"]["host"]["given"] == 0
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "", None])
+def test_an_unreadable_config_json_is_refused_only_where_it_is_needed(text: str | None) -> None:
+    assert codes(plan({HOST: cached()}, facts(model_config=text))) == ["model_config"]
+    assert codes(plan({HOST: variables()}, facts(model_config=text))) == []
+
+
+def test_systemd_binds_instead_of_numactl_and_never_both() -> None:
+    made = plan({HOST: variables(plan_numa_binder="systemd")}, facts())
+    first = instance(made, "prefill")
+    assert first["binding"] == []
+    assert first["argv"][0].endswith("/venv/bin/python")
+    assert first["settings"] == {"CPUAffinity": "0-63", "NUMAPolicy": "bind", "NUMAMask": "0"}
+    other = plan({HOST: variables()}, facts())
+    assert instance(other, "prefill")["settings"] == {}
+    assert instance(other, "prefill")["fingerprint"] != first["fingerprint"]
+    for entry in made["instances"]:
+        if entry["role"] != "router":
+            assert entry["environment"]["SGLANG_AUTO_NUMA_BIND"] == "0"
+
+
+def test_a_cpuset_that_forbids_a_planned_node_is_refused() -> None:
+    narrow = facts()
+    narrow["topology"]["mems_allowed"] = [0]
+    assert codes(plan({HOST: variables()}, narrow)) == ["numa_not_allowed"]
+    assert codes(plan({HOST: variables(plan_numa_policy="none")}, narrow)) == []
+
+
+def test_gpus_of_two_nodes_pinned_to_one_are_refused() -> None:
+    made = plan({HOST: variables(prefill(gpus=[2, 3, 4, 5], numa_nodes=[0]), decode(gpus=[6, 7]), router())}, facts())
+    assert codes(made) == ["numa_split"]
+    assert "its GPU 4 is on node 1" in made["refusals"][0]["found"]
+
+
+def test_a_budget_without_a_plan_knows_releases_that_cannot_be_built() -> None:
+    wanted = cached(plan_engine_version="0.5.16")
+    made, refusals = _plan.budget_of(HOST, wanted, facts()["topology"], facts()["model_config"])
+    assert refusals == []
+    assert made["host"]["given"] > 149 * 10**9
+    unknown = cached(plan_engine_version="0.4.9")
+    _none, refusals = _plan.budget_of(HOST, unknown, facts()["topology"], facts()["model_config"])
+    assert [refusal["code"] for refusal in refusals] == ["hicache_version"]
+    told = cached(plan_engine_version="0.4.9", plan_hicache_like="0.5.16")
+    assert _plan.budget_of(HOST, told, facts()["topology"], facts()["model_config"])[1] == []
