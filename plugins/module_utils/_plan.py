@@ -28,7 +28,13 @@ from ansible_collections.llmfleet.sglang.plugins.module_utils._artefacts import 
 )
 from ansible_collections.llmfleet.sglang.plugins.module_utils._geometry import Geometry, read_geometry
 from ansible_collections.llmfleet.sglang.plugins.module_utils._refusal import RefusalError
-from ansible_collections.llmfleet.sglang.plugins.module_utils._size import GIB, parse_share, parse_size, show_both
+from ansible_collections.llmfleet.sglang.plugins.module_utils._size import (
+    GIB,
+    parse_share,
+    parse_size,
+    show_binary,
+    show_both,
+)
 from ansible_collections.llmfleet.sglang.plugins.module_utils._topology import TopologyError, normalise_pci
 
 SCHEMA = 1
@@ -1367,15 +1373,6 @@ def _model_size(wants: Wants, facts: Mapping[str, Any]) -> int | None:
     return int(found["size"]) if found else None
 
 
-def _held(memory: Mapping[str, Any], entry: Mapping[str, Any], node: str) -> int:
-    """Bytes that a unit holds on a node; where the kernel does not tell, a running unit holds what it is planned to."""
-    unit = memory.get(entry["unit"])
-    if not unit or not unit["main_pid"]:
-        return 0
-    held: int = entry["by_node"][node] if unit["by_node"] is None else unit["by_node"].get(node, 0)
-    return held
-
-
 def check_memory(budget: Mapping[str, Any], facts: Mapping[str, Any]) -> list[RefusalError]:
     """A gate, not a budget: what is planned has to be there now, or be held by the very unit that is to have it.
 
@@ -1383,27 +1380,50 @@ def check_memory(budget: Mapping[str, Any], facts: Mapping[str, Any]) -> list[Re
     """
     if "memory" not in facts:
         return []
-    free = {str(node["id"]): node for node in facts["topology"]["nodes"]}
+    now = {node["id"]: node for node in facts["topology"]["nodes"]}
     refused = []
     for node in budget.get("nodes", []):
-        key = str(node["id"])
-        plain = [
-            entry for entry in budget["instances"] if entry["backing"] == _budget.PLAIN and key in entry["by_node"]
-        ]
-        need = sum(max(0, entry["by_node"][key] - _held(facts["memory"], entry, key)) for entry in plain)
-        there = free[key]["mem_available"]
-        if need > there:
-            refused.append(
-                RefusalError(
-                    "memory_busy",
-                    f"node {key} has {show_both(there)} available now, and {' and '.join(e['name'] for e in plain)} "
-                    f"still needs {show_both(need)} there: {show_both(need - there)} short",
-                    "the planned memory to be free, or held by the units themselves",
-                    f"see what holds memory of node {key} (numastat -m, and numastat -p PID); the plan itself fits, so "
-                    "end what does not belong there, or keep it back with plan_reserve_nodes",
-                )
-            )
+        for backing in (_budget.PLAIN, *node["hugepage_pools"]):
+            takers = [
+                entry
+                for entry in budget["instances"]
+                if entry["backing"] == backing and str(node["id"]) in entry["by_node"]
+            ]
+            need = sum(_missing(facts["memory"], entry, str(node["id"])) for entry in takers)
+            there = _free(now[node["id"]], backing)
+            if need > there:
+                refused.append(_busy(node["id"], backing, [entry["name"] for entry in takers], need, there))
     return refused
+
+
+def _free(node: Mapping[str, Any], backing: str) -> int:
+    """Bytes of a node that a start could get now: of plain memory, or of the pool of hugepages of a size."""
+    if backing == _budget.PLAIN:
+        return int(node["mem_available"])
+    return int(backing) * int(node["hugepages"][backing]["free"])
+
+
+def _missing(memory: Mapping[str, Any], entry: Mapping[str, Any], node: str) -> int:
+    """Bytes that a server still has to get on a node. What its running unit holds there it has; where the kernel does
+    not tell (v1 cgroups count no hugepages), a running unit holds what it is planned to."""
+    unit, planned = memory.get(entry["unit"]), int(entry["by_node"][node])
+    if not unit or not unit["main_pid"]:
+        return planned
+    if unit["by_node"] is None or entry["backing"] != _budget.PLAIN:
+        return 0
+    return max(0, planned - int(unit["by_node"].get(node, 0)))
+
+
+def _busy(node: int, backing: str, names: Sequence[str], need: int, there: int) -> RefusalError:
+    what = "" if backing == _budget.PLAIN else f" in pages of {show_binary(int(backing))}"
+    return RefusalError(
+        "memory_busy",
+        f"node {node} has {show_both(there)}{what} free now, and {' and '.join(names)} still needs {show_both(need)} "
+        f"there: {show_both(need - there)} short",
+        "the planned memory to be free, or held by the units themselves",
+        f"the plan fits, and something else holds memory of node {node} (numastat -m, numastat -p PID): end it if it "
+        "does not belong there, or keep it back with plan_reserve_nodes",
+    )
 
 
 def _warnings(wants: Wants) -> list[str]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -458,6 +459,20 @@ def test_a_unit_that_runs_does_not_move_the_plan_and_holds_what_the_gate_asks_fo
     assert plan({HOST: cached()}, running | {"memory": {"llmfleet-prefill.service": unknown}}) == before
     stopped = {"main_pid": 0, "by_node": None}
     assert codes(plan({HOST: cached()}, running | {"memory": {"llmfleet-prefill.service": stopped}})) == ["memory_busy"]
+
+
+def test_hugepages_that_are_in_use_gate_the_start_too() -> None:
+    pools = {str(2 << 20): {"total": 80_000, "free": 80_000}}
+    found = facts()
+    found["topology"]["nodes"][0]["hugepages"] = copy.deepcopy(pools)
+    found["topology"]["nodes"][1]["mem_total"] = 480 * 10**9
+    wanted = cached(plan_environment={"SGLANG_HUGEPAGE_SIZE": "2MB"}, plan_hicache={})
+    wanted["plan_instances"][0]["hicache"] = {"total": "100GB"}
+    assert codes(plan({HOST: wanted}, found)) == []
+    found["topology"]["nodes"][0]["hugepages"][str(2 << 20)]["free"] = 10
+    made = plan({HOST: wanted}, found)
+    assert codes(made) == ["memory_busy"]
+    assert "in pages of 2 MiB free now" in made["refusals"][0]["found"]
 
 
 def test_the_revision_of_a_group_does_not_follow_a_hosts_memory() -> None:
