@@ -7,10 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ansible.errors import AnsibleFilterError
-from ansible_collections.llmfleet.sglang.plugins.module_utils import _budget, _plan, _proof, _size, _systemd
+from ansible_collections.llmfleet.sglang.plugins.module_utils import (
+    _budget,
+    _host_budget,
+    _plan,
+    _proof,
+    _size,
+    _systemd,
+    _wants,
+)
 from ansible_collections.llmfleet.sglang.plugins.module_utils._refusal import RefusalError
 
-_VARIABLES = ("ansible_host", "plan_instances", *_plan.DEFAULTS, *_plan.NEIGHBOURS)
+_VARIABLES = ("ansible_host", "plan_instances", *_wants.DEFAULTS, *_wants.NEIGHBOURS)
 
 
 def _fleet(hostvars: Mapping[str, Any], hosts: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -36,7 +44,7 @@ def plan(
 def hicache_budget(
     hostvars: Mapping[str, Any], host: str, topology: Mapping[str, Any], model_config: str | None = None
 ) -> dict[str, Any]:
-    budget, refusals = _plan.budget_of(host, _fleet(hostvars, [host])[host], topology, model_config)
+    budget, refusals = _host_budget.budget_of(host, _fleet(hostvars, [host])[host], topology, model_config)
     return {"budget": budget, "refusals": refusals}
 
 
@@ -66,7 +74,7 @@ def parse_size(size: Any, what: str = "the size") -> int:
 
 
 def scrape_targets(hostvars: Mapping[str, Any], hosts: Sequence[str], monitor: str) -> list[dict[str, Any]]:
-    fleet = {name: _plan.parse_wants(name, variables) for name, variables in _fleet(hostvars, hosts).items()}
+    fleet = {name: _wants.parse_wants(name, variables) for name, variables in _fleet(hostvars, hosts).items()}
     try:
         return _plan.scrape_targets(fleet, monitor)
     except RefusalError as refused:

@@ -94,7 +94,8 @@ import os
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.llmfleet.sglang.plugins.module_utils._budget import table
-from ansible_collections.llmfleet.sglang.plugins.module_utils._plan import budget_of, refusal_text
+from ansible_collections.llmfleet.sglang.plugins.module_utils._host_budget import budget_of
+from ansible_collections.llmfleet.sglang.plugins.module_utils._plan import refusal_text
 from ansible_collections.llmfleet.sglang.plugins.module_utils._topology import TopologyError, read_topology
 
 

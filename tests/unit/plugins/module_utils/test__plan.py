@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from ansible_collections.llmfleet.sglang.plugins.module_utils import _plan
+from ansible_collections.llmfleet.sglang.plugins.module_utils import _commands, _host_budget, _plan, _wants
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -114,12 +114,12 @@ def test_numbers_may_come_as_text_since_extra_variables_are_text() -> None:
 
 @pytest.mark.parametrize(("value", "argv"), [("false", []), (False, []), ("no", []), (None, []), ("True", ["--x"])])
 def test_text_booleans_are_booleans(value: Any, argv: list[str]) -> None:
-    assert _plan.render_flags({"x": value}) == argv
+    assert _commands.render_flags({"x": value}) == argv
 
 
 def test_flag_values_of_every_shape() -> None:
     flags = {"c": [1, 2], "a": {"k": True}, "b": 0.5, "d": "0"}
-    assert _plan.render_flags(flags) == ["--a", '{"k":true}', "--b", "0.5", "--c", "1", "2", "--d", "0"]
+    assert _commands.render_flags(flags) == ["--a", '{"k":true}', "--b", "0.5", "--c", "1", "2", "--d", "0"]
 
 
 def test_a_group_over_two_hosts_is_reached_by_address() -> None:
@@ -135,7 +135,7 @@ def test_a_group_over_two_hosts_is_reached_by_address() -> None:
     assert made["groups"]["pd0"]["decode"][0]["url"] == "http://192.0.2.12:30002"
     assert "http://[2001:db8::1]:30000" in instance(made, "router")["argv"]
     assert [target["address"] for target in made["scrape"][0]["targets"]] == ["[2001:db8::1]:30000"]
-    everything = _plan.scrape_targets({name: _plan.parse_wants(name, found) for name, found in fleet.items()}, "a")
+    everything = _plan.scrape_targets({name: _wants.parse_wants(name, found) for name, found in fleet.items()}, "a")
     assert [target["address"] for target in everything[0]["targets"]] == ["[2001:db8::1]:30000", "192.0.2.12:30002"]
     from_b = _plan.make_plan("b", fleet, ARTEFACTS, facts(), monitor="a")
     assert from_b["refusals"] == []
@@ -360,7 +360,7 @@ def test_order_of_the_inventory_does_not_matter(instances: list[dict[str, Any]],
     key = "name"
     shuffled["instances"].sort(key=lambda entry: entry[key])
     ordered["instances"].sort(key=lambda entry: entry[key])
-    assert _plan.canonical(shuffled) == _plan.canonical(ordered)
+    assert _commands.canonical(shuffled) == _commands.canonical(ordered)
 
 
 JSON_VALUES = st.recursive(
@@ -371,8 +371,10 @@ JSON_VALUES = st.recursive(
 
 
 @given(
-    st.dictionaries(st.sampled_from(sorted(_plan.DEFAULTS)), JSON_VALUES, max_size=3),
-    st.lists(st.dictionaries(st.sampled_from(_plan.INSTANCE_KEYS), JSON_VALUES, max_size=12) | JSON_VALUES, max_size=3),
+    st.dictionaries(st.sampled_from(sorted(_wants.DEFAULTS)), JSON_VALUES, max_size=3),
+    st.lists(
+        st.dictionaries(st.sampled_from(_wants.INSTANCE_KEYS), JSON_VALUES, max_size=12) | JSON_VALUES, max_size=3
+    ),
 )
 def test_any_input_gives_a_plan_or_a_refusal_never_an_exception(changes: dict[str, Any], entries: list[Any]) -> None:
     made = plan({HOST: variables(plan_instances=entries) | changes}, None)
@@ -384,11 +386,11 @@ def test_any_input_gives_a_plan_or_a_refusal_never_an_exception(changes: dict[st
 
 def test_the_defaults_are_those_of_the_role() -> None:
     role = yaml.safe_load((ROOT / "roles/plan/defaults/main.yml").read_text())
-    assert role == {name: value for name, value in _plan.DEFAULTS.items() if name != "plan_model_path"}
+    assert role == {name: value for name, value in _wants.DEFAULTS.items() if name != "plan_model_path"}
 
 
 def test_the_neighbours_defaults_are_those_of_their_roles() -> None:
-    for name, value in _plan.NEIGHBOURS.items():
+    for name, value in _wants.NEIGHBOURS.items():
         role = next(part for part in ("gpu_exporter", "prometheus") if name.startswith(part))
         assert yaml.safe_load((ROOT / f"roles/{role}/defaults/main.yml").read_text())[name] == value
 
@@ -569,11 +571,11 @@ def test_gpus_of_two_nodes_pinned_to_one_are_refused() -> None:
 
 def test_a_budget_without_a_plan_knows_releases_that_cannot_be_built() -> None:
     wanted = cached(plan_engine_version="0.5.16")
-    made, refusals = _plan.budget_of(HOST, wanted, facts()["topology"], facts()["model_config"])
+    made, refusals = _host_budget.budget_of(HOST, wanted, facts()["topology"], facts()["model_config"])
     assert refusals == []
     assert made["host"]["given"] > 149 * 10**9
     unknown = cached(plan_engine_version="0.4.9")
-    _none, refusals = _plan.budget_of(HOST, unknown, facts()["topology"], facts()["model_config"])
+    _none, refusals = _host_budget.budget_of(HOST, unknown, facts()["topology"], facts()["model_config"])
     assert [refusal["code"] for refusal in refusals] == ["hicache_version"]
     told = cached(plan_engine_version="0.4.9", plan_hicache_like="0.5.16")
-    assert _plan.budget_of(HOST, told, facts()["topology"], facts()["model_config"])[1] == []
+    assert _host_budget.budget_of(HOST, told, facts()["topology"], facts()["model_config"])[1] == []

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a service is started with: release, command line, environment, binding, and the hashes over them.
+
+Everything here follows from the inventory, the node set of the host and its part of the budget; nothing from what
+moves. PRIVATE to the collection.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ansible_collections.llmfleet.sglang.plugins.module_utils import _engine, _nodes
+from ansible_collections.llmfleet.sglang.plugins.module_utils._addresses import group_members, metrics_host, url
+from ansible_collections.llmfleet.sglang.plugins.module_utils._artefacts import (
+    UnknownSetError,
+    requirements,
+    wheel_sets,
+)
+from ansible_collections.llmfleet.sglang.plugins.module_utils._refusal import RefusalError
+from ansible_collections.llmfleet.sglang.plugins.module_utils._wants import ENGINE_ROLES, Instance, Wants, flag_value
+
+
+def canonical(data: Any) -> str:
+    """The one JSON text of some data: sorted keys, no spaces; what hashes are taken over."""
+    return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+
+
+def digest(data: Any, length: int) -> str:
+    return hashlib.sha256(canonical(data).encode()).hexdigest()[:length]
+
+
+def render_flags(flags: Mapping[str, Any]) -> list[str]:
+    """``{"tp-size": 4, "enable-metrics": true}`` -> ``["--enable-metrics", "--tp-size", "4"]``, sorted by name.
+
+    true is a bare flag, false and null leave the flag out, a list repeats the values behind one flag, a mapping is
+    written as JSON.
+    """
+    argv: list[str] = []
+    for name in sorted(flags):
+        value = flag_value(flags[name])
+        if value is None or value is False:
+            continue
+        argv.append(f"--{name}")
+        if isinstance(value, Mapping):
+            argv.append(canonical(value))
+        elif isinstance(value, Sequence) and not isinstance(value, str):
+            argv.extend(str(item) for item in value)
+        elif value is not True:
+            argv.append(str(value))
+    return argv
+
+
+def release_id(wants: Wants, lines: Sequence[str]) -> str:
+    """The name of a release: a hash over its exact requirements and the interpreter they are installed for."""
+    return digest({"requirements": sorted(lines), "python": wants["plan_python"]}, 12)
+
+
+def release_plan(wants: Wants, artefacts: Mapping[str, Any], kind: str) -> dict[str, str]:
+    if kind == "router":
+        version, name, folder = wants["plan_router_version"], "router", "router"
+    else:
+        version, folder = wants["plan_engine_version"], "releases"
+        name = f"engine-{version}-{wants['plan_device']}"
+    try:
+        lines = requirements(artefacts, name)
+    except UnknownSetError as error:
+        raise RefusalError(
+            "artefacts",
+            f"the artefact manifest has no set {name}",
+            f"one of {', '.join(wheel_sets(artefacts))}",
+            "choose a version and device the manifest has, or add the set to files/artefacts.yml with its digests",
+        ) from error
+    release = release_id(wants, lines)
+    path = f"{wants['plan_root']}/{folder}/{release}"
+    return {
+        "version": version,
+        "release": release,
+        "dir": path,
+        "set": name,
+        "python": f"{path}/venv/bin/python",
+        "base_python": wants["plan_python"],
+    }
+
+
+def effective_flags(wants: Wants, instance: Instance) -> dict[str, Any]:
+    """An engine's flags that do not name an address: the device's, then the host's, then the instance's own."""
+    engine = _engine.ENGINES.get(wants["plan_engine_version"])
+    device = engine.devices[wants["plan_device"]] if engine else _engine.NO_DEVICE
+    return {
+        **device.flags.get("", {}),
+        **device.flags.get(instance.role, {}),
+        **wants["plan_engine_args"],
+        **instance.args,
+        "device": wants["plan_device"],
+        "disaggregation-mode": instance.role,
+        "disaggregation-transfer-backend": wants["plan_transfer_backend"],
+        "enable-metrics": True,
+        "model-path": wants["plan_model_path"],
+        "served-model-name": served_name(wants),
+        "tp-size": instance.tp_size,
+    }
+
+
+def served_name(wants: Wants) -> str:
+    return str(wants["plan_served_model_name"] or wants["plan_model_path"].rstrip("/").rsplit("/", 1)[-1])
+
+
+def engine_argv(wants: Wants, instance: Instance, python: str, cache: Mapping[str, Any]) -> list[str]:
+    """The command line of a server; ``cache`` are the flags of its part of the HiCache budget."""
+    flags = effective_flags(wants, instance) | {**cache, "host": instance.host, "port": instance.port}
+    if instance.bootstrap_port is not None:
+        flags["disaggregation-bootstrap-port"] = instance.bootstrap_port
+    return [python, "-m", _engine.ENGINES[wants["plan_engine_version"]].module, *render_flags(flags)]
+
+
+def router_argv(wants: Wants, instance: Instance, fleet: Mapping[str, Wants], folder: str, monitor: str) -> list[str]:
+    """``smg launch`` for one PD group: its workers from the whole inventory, in a fixed order."""
+    flags = {
+        **_engine.ROUTERS[wants["plan_router_version"]].flags,
+        **wants["plan_router_args"],
+        **instance.args,
+        "host": instance.host,
+        "port": instance.port,
+        "prometheus-host": metrics_host(wants, instance, monitor),
+        "prometheus-port": instance.metrics_port,
+    }
+    workers: list[str] = []
+    for role in ENGINE_ROLES:
+        for member in group_members(fleet, instance.group, role):
+            workers += [f"--{role}", url(member, wants.host)]
+            if role == "prefill":
+                workers.append(str(member[1].bootstrap_port))
+    return [f"{folder}/venv/bin/smg", "launch", "--pd-disaggregation", *workers, *render_flags(flags)]
+
+
+def group_revision(fleet: Mapping[str, Wants], group: str, artefacts: Mapping[str, Any]) -> str:
+    """A hash over what the members of a PD group must agree on: releases, model, and each role's flags."""
+    members = [member for role in ENGINE_ROLES for member in group_members(fleet, group, role)]
+    agreed = {
+        "releases": sorted({release_plan(wants, artefacts, "engine")["release"] for wants, _i in members}),
+        "flags": sorted({canonical(effective_flags(wants, instance)) for wants, instance in members}),
+        "environment": sorted({canonical(wants["plan_environment"] | i.environment) for wants, i in members}),
+    }
+    return digest(agreed, 12)
+
+
+def node_set(wants: Wants, instance: Instance, topology: Mapping[str, Any]) -> _nodes.NodeSet:
+    """The NUMA nodes an instance is bound to; see ``_nodes.py``. Raises RefusalError."""
+    found = _nodes.node_set(
+        instance.name,
+        instance.gpus,
+        instance.numa_nodes,
+        topology,
+        wants["plan_numa_policy"],
+        wants.gpu_nodes,
+        wants["plan_memory_nodes"],
+    )
+    _nodes.check_allowed(instance.name, found, topology, wants["plan_numa_policy"])
+    return found
+
+
+def binding(wants: Wants, found: _nodes.NodeSet) -> list[str]:
+    """The numactl prefix of a command line; empty where nothing is bound, or systemd does it."""
+    if wants["plan_numa_binder"] == "systemd":
+        return []
+    return _nodes.numactl_argv(wants["plan_numactl"], found, wants["plan_numa_policy"])
+
+
+def unit_settings(wants: Wants, found: _nodes.NodeSet, memory_max: int | None) -> dict[str, str]:
+    """Settings of the unit's [Service] that the plan decides: its memory limit, and the binding if systemd does it."""
+    settings = {} if memory_max is None else {"MemoryMax": str(memory_max)}
+    if wants["plan_numa_binder"] == "systemd":
+        settings |= _nodes.systemd_properties(found, wants["plan_numa_policy"])
+    return settings
+
+
+def bound_text(wants: Wants, found: _nodes.NodeSet) -> str:
+    """How a server is bound, for a person."""
+    policy = wants["plan_numa_policy"]
+    if policy == "none" or not found:
+        return f"not bound ({'plan_numa_policy is none' if policy == 'none' else 'no GPUs and no numa_nodes'})"
+    cpus, memory = (", ".join(map(str, nodes)) for nodes in (found.nodes, found.memory_nodes))
+    kept = "only" if policy == "strict" else "first"
+    return f"CPUs of node {cpus}, memory of node {memory} {kept} ({policy}, by {wants['plan_numa_binder']})"
+
+
+def instance_environment(wants: Wants, instance: Instance) -> dict[str, str]:
+    """The environment of a unit, its fingerprint not yet in it. Cache folders are the instance's own: HOME is made by
+    systemd (CacheDirectory=), and the metrics folder is emptied at each start (RuntimeDirectory=)."""
+    cache = f"/var/cache/llmfleet/{instance.name}"
+    found = {"HOME": cache, "LLMFLEET_INSTANCE": instance.name}
+    if instance.role in ENGINE_ROLES:
+        engine = _engine.ENGINES[wants["plan_engine_version"]]
+        found |= engine.environment
+        found |= engine.devices[wants["plan_device"]].environment
+        found["PROMETHEUS_MULTIPROC_DIR"] = f"/run/llmfleet/{instance.name}/metrics"
+        for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE"):
+            found[name] = f"{cache}/{name.lower().split('_', 1)[0]}"
+        if instance.gpus:
+            found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, instance.gpus))
+        found |= wants["plan_environment"]
+    return found | instance.environment
