@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The module as Ansible runs it on a host: a process that is given arguments and answers with JSON."""
+"""What the module reads of a tree, as Ansible runs it on a host."""
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,9 +13,8 @@ from ansible_collections.llmfleet.sglang.plugins.module_utils._nodes import gpu_
 from ansible_collections.llmfleet.sglang.plugins.modules import numa_info
 
 from tests.unit.gpu_exporter.harness import EXAMPLE, build_stand_in
-from tests.unit.plugins.module_utils.topology_cases import FIXTURES, load, write
-
-ROOT = FIXTURES.parents[2]
+from tests.unit.plugins.module_utils.topology_cases import load, write
+from tests.unit.plugins.modules.process import run_module
 
 
 @pytest.fixture
@@ -28,24 +25,7 @@ def tree(tmp_path: Path) -> Path:
 def run(root: Path, check_mode: bool = False, **more: Any) -> dict[str, Any]:
     """What the module answers about a tree."""
     arguments = {"sysfs_root": str(root / "sys"), "proc_root": str(root / "proc"), **more}
-    given = json.dumps({"ANSIBLE_MODULE_ARGS": {**arguments, "_ansible_check_mode": check_mode}})
-    # As in Ansible's own wrapper, which profile of its JSON is spoken is said beside the arguments.
-    start = (
-        "import runpy, sys; from ansible.module_utils import basic; "
-        "basic._ANSIBLE_ARGS = sys.stdin.buffer.read(); basic._ANSIBLE_PROFILE = 'legacy'; "
-        "runpy.run_module('ansible_collections.llmfleet.sglang.plugins.modules.numa_info', run_name='__main__')"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", start],
-        input=given,
-        cwd=ROOT / ".collections",
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    answer: dict[str, Any] = json.loads(done.stdout)
-    assert bool(done.returncode) == bool(answer.get("failed"))
-    return answer
+    return run_module("numa_info", arguments, check_mode)
 
 
 def shape(value: Any) -> Any:
