@@ -58,9 +58,10 @@ def hicache_findings(
     tolerance_bytes: int,
     tolerance_share: float,
     tokens: Mapping[str, int] | None = None,
+    asked: Sequence[str] = (),
 ) -> list[dict[str, str]]:
     told = {
-        unit: {**seen, "server_info": {"max_total_num_tokens": (tokens or {}).get(unit)}}
+        unit: {**seen, "server_info": {"max_total_num_tokens": (tokens or {}).get(unit)}} if unit in asked else seen
         for unit, seen in observed.items()
     }
     return _proof.findings(instances, told, tolerance_bytes, tolerance_share)

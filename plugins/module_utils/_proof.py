@@ -192,6 +192,7 @@ def findings(
     unit_stopped        there is no process to look at
     start_log           the journal has nothing of the start, so pools cannot be compared
     device_tokens       the device's pool has other tokens than were pinned
+    server_info         the server was asked for its tokens and does not tell
     ranks               other ranks made host pools than were planned
     pool_missing        a planned pool was not made
     pool_size           a pool is larger or smaller than planned
@@ -259,7 +260,7 @@ def _token_findings(
     if pinned is None:
         return []
     told = {"the log": log["max_total_tokens"], "/server_info": server_info.get("max_total_num_tokens")}
-    return [
+    found = [
         _finding(
             instance,
             "device_tokens",
@@ -271,6 +272,11 @@ def _token_findings(
         for source, tokens in told.items()
         if tokens is not None and tokens != pinned
     ]
+    if server_info and told["/server_info"] is None:
+        silent = "/server_info does not tell max_total_num_tokens"
+        cure = "ask it yourself on the host: another server may hold the port, or the release answers otherwise"
+        found.append(_finding(instance, "server_info", silent, f"{pinned}", cure))
+    return found
 
 
 def _pools_though_off(

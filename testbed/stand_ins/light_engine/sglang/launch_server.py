@@ -8,8 +8,9 @@ binding and the placement of pages can be proven. It serves no model: every path
 With --enable-hierarchical-cache it makes the host pools that SGLang 0.5.23 makes for a DeepSeek V4 ``config.json``: a
 process for each rank, the same sizes, the same log lines, memory of the same kind (anonymous, shared, every page
 written), and the same refusals with the same end. What it is not: it knows no other model, no draft layers, no
-hugepages and no limits of a cgroup, and pins nothing, since there is no CUDA. LIGHT_ENGINE_RESERVE_BYTES takes the
-place of the 10 GiB that the engine wants to stay available, which a small machine has not.
+hugepages and no limits of a cgroup, and where CUDA would pin the pools they are locked, if LIGHT_ENGINE_PIN is set.
+LIGHT_ENGINE_RESERVE_BYTES takes the place of the 10 GiB that the engine wants to stay available, which a small machine
+has not.
 """
 
 from __future__ import annotations
@@ -104,6 +105,8 @@ def allocate(pool: Pool, ranks: int, rank: str) -> mmap.mmap:
         )
     memory = mmap.mmap(-1, size)
     memory[::PAGE] = b"x" * -(-size // PAGE)
+    if os.environ.get("LIGHT_ENGINE_PIN"):
+        pin(memory, size)
     item = "item_bytes" if pool.kind == "paged" else "state_page_bytes"
     log(
         f"Allocating {size / 1e9:.2f} GB host memory for V4 {pool.kind} pool '{pool.name}' "
@@ -111,6 +114,13 @@ def allocate(pool: Pool, ranks: int, rank: str) -> mmap.mmap:
         rank,
     )
     return memory
+
+
+def pin(memory: mmap.mmap, size: int) -> None:
+    """Lock the pages, in the place of cudaHostRegister; its failure ends the engine too."""
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    if ctypes.CDLL(None).mlock(ctypes.c_void_p(address), ctypes.c_size_t(size)):
+        raise RuntimeError("cudaHostRegister failed (rc=2)")
 
 
 def run_rank(number: int, options: argparse.Namespace, ready: multiprocessing.connection.Connection) -> None:
@@ -214,6 +224,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         body = information if self.path == "/server_info" else b""
         self.send_response(200 if body or self.path in ("/ready", "/health") else 404)
         self.send_header("content-length", str(len(body)))
+        self.send_header("content-type", "application/json" if body else "text/plain")
         self.end_headers()
         self.wfile.write(body)
 

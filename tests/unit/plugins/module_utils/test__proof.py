@@ -5,16 +5,19 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import os
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.llmfleet.sglang.plugins.module_utils import _proof
+from ansible_collections.llmfleet.sglang.plugins.module_utils import _host_budget, _proof
 from ansible_collections.llmfleet.sglang.plugins.modules import memory_info
 from hypothesis import given
 from hypothesis import strategies as st
+
+from tests.unit.plugins.module_utils.plan_cases import node as numa_node
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -649,3 +652,73 @@ def test_anything_more_on_a_node_is_found(instance: dict[str, Any], more: int) -
     unit = as_planned(instance)
     unit["by_node"][node] += more
     assert [finding["code"] for finding in found_in(instance, unit)] == ["node_over"]
+
+
+# -------------------------------------------------------------------------------- two servers that a plan was made for
+
+PLANNED = json.loads((Path(__file__).parents[3] / "fixtures/engine/planned_0.5.16.json").read_text())
+
+
+def planned_start(model: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The budget of a server, computed again, and what was seen of it when it ran with the flags of that budget."""
+    start = next(start for start in PLANNED["starts"] if start["model"] == model)
+    instance = {
+        "name": "prefill",
+        "role": "prefill",
+        "numa_nodes": [0],
+        "tp_size": 2,
+        "port": 20000,
+        "bootstrap_port": 8998,
+        "args": start["args"],
+        "hicache": {"total": start["total"]},
+    }
+    variables = {"plan_engine_version": "0.5.16", "plan_instances": [instance], "plan_model_path": "/srv/model"}
+    topology = {
+        "nodes": [numa_node(0, PLANNED["machine_bytes"], nodes=1)],
+        "gpus": [],
+        "mems_allowed": [0],
+        "limits": [],
+    }
+    budget, refusals = _host_budget.budget_of("gpu", variables, topology, json.dumps(start["config"]))
+    assert refusals == []
+    planned = budget["instances"][0]
+    assert planned["flags"] == start["flags"]
+    assert abs(planned["given"] - start["given"]) < 2 * 6 * 4096  # each pool is a mapping of whole pages
+    seen = {
+        "active_state": "active",
+        "main_pid": 1,
+        "pids": list(range(1, len(start["by_process"]) + 1)),
+        "by_node": None,
+        "hugetlb_counted": False,
+        "maps_by_node": {"0": sum(process.get("0", 0) for process in start["by_process"])},
+        "numa_maps_incomplete": [],
+        "log": _proof.parse_log("\n".join(start["log"])),
+        "server_info": {"max_total_num_tokens": start["server_info_tokens"]},
+    }
+    return planned, seen
+
+
+def test_the_engine_took_what_was_planned_for_its_two_ranks() -> None:
+    planned, seen = planned_start("v4")
+    assert list(seen["log"]["ranks"]) == ["TP0", "TP1"]
+    for pools in seen["log"]["ranks"].values():
+        assert [pool["bytes"] for pool in pools] == [pool["bytes"] for pool in planned["pools"]]
+    assert _proof.findings([planned], {planned["unit"]: seen}, 4 * GIB, 0.02) == []
+    twice = copy.deepcopy(planned)
+    twice["pools"][0]["bytes"] *= 2
+    codes = [finding["code"] for finding in _proof.findings([twice], {planned["unit"]: seen}, 4 * GIB, 0.02)]
+    assert codes == ["pool_size", "memory_missing"]
+
+
+def test_a_server_that_does_not_tell_its_tokens_is_a_finding() -> None:
+    planned, seen = planned_start("v4")
+    seen["server_info"] = {"max_total_num_tokens": None}
+    (finding,) = _proof.findings([planned], {planned["unit"]: seen}, 4 * GIB, 0.02)
+    assert (finding["code"], finding["expected"]) == ("server_info", "999936")
+
+
+def test_a_server_that_says_it_is_ready_and_is_gone_is_found_by_its_memory() -> None:
+    """Its port was held by another: the log tells of its pools, and no process of it holds them."""
+    planned, seen = planned_start("mha")
+    (finding,) = _proof.findings([planned], {planned["unit"]: seen}, 4 * GIB, 0.02)
+    assert finding["code"] == "memory_missing"
