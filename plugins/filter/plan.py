@@ -42,7 +42,7 @@ def plan(
 
 
 def hicache_budget(
-    hostvars: Mapping[str, Any], host: str, topology: Mapping[str, Any], model_config: str | None = None
+    hostvars: Mapping[str, Any], host: str, topology: Mapping[str, Any], model_config: Any = None
 ) -> dict[str, Any]:
     budget, refusals = _host_budget.budget_of(host, _fleet(hostvars, [host])[host], topology, model_config)
     return {"budget": budget, "refusals": refusals}

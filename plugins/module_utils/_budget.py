@@ -269,20 +269,28 @@ def _ask(host: _Host, demand: Demand | None) -> list[RefusalError]:
 
 
 def _share_out(host: _Host, demand: Demand, inherit: Sequence[Consumer]) -> None:
-    """The host's total (the same part for each node) or fraction, over the servers that name none of their own."""
+    """The host's total (the same part for each node) or fraction, over the servers that name none of their own.
+
+    By ranks. A fraction is of what backs a server's pools: of plain memory, or of the node's hugepages of that size.
+    """
     for node in host.nodes:
-        share = (
-            int(demand.value) // len(host.nodes)
-            if demand.kind == "total"
-            else int(Fraction(str(demand.value)) * node["available"])
-        )
-        takers = [item for item in inherit if node["id"] in item.memory_nodes]
-        weights = {item.name: Fraction(item.ranks, len(item.memory_nodes)) for item in takers}
-        whole = sum(weights.values(), Fraction(0))
-        for name, weight in weights.items():
-            host.asked.setdefault(name, {})[node["id"]] = int(share * weight / whole)
-        if not takers and demand.kind == "total":
-            host.unused[node["id"]] = share
+        number = node["id"]
+        takers = [item for item in inherit if number in item.memory_nodes]
+        part = int(demand.value) // len(host.nodes) if demand.kind == "total" else 0
+        for item in takers:
+            beside = takers
+            if demand.kind == "fraction":
+                beside = [other for other in takers if other.backing == item.backing]
+                part = int(Fraction(str(demand.value)) * host.capacity(number, item.backing))
+            weight = _weight(item) / sum((_weight(other) for other in beside), Fraction(0))
+            host.asked.setdefault(item.name, {})[number] = int(part * weight)
+        if not takers and part:
+            host.unused[number] = part
+
+
+def _weight(consumer: Consumer) -> Fraction:
+    """A server's claim to one of its nodes: its ranks, which may be on any of them."""
+    return Fraction(consumer.ranks, len(consumer.memory_nodes))
 
 
 def _fit_fractions(host: _Host, demand: Demand | None, takers: Sequence[Consumer]) -> None:
@@ -639,11 +647,15 @@ def _instance_why(consumer: Consumer, found: _hicache.Sizing | None, demand: Dem
     return f"size {found.value} GB for each rank"
 
 
+def _backing_of(host: _Host, name: str) -> str:
+    return next(item.backing for item in host.consumers if item.name == name)
+
+
 def _node_why(host: _Host, node: int, by: Mapping[str, int], instances: Sequence[Mapping[str, Any]]) -> str:
     """Who has a node's memory, or why nobody has it; what is behind it stands with the server."""
     bound = [item["name"] for item in instances if node in item["memory_nodes"] and not item["given"]]
     without = f"see {' and '.join(bound)}" if bound else "no server here"
-    parts = sorted(by)
+    parts = [name if _backing_of(host, name) == PLAIN else f"{name} (hugepages)" for name in sorted(by)]
     if host.unused.get(node):
         parts.append(f"unused, {without}")
     return ", ".join(parts) or without

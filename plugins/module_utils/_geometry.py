@@ -374,15 +374,25 @@ class Server:
     bf16_ssm: bool = False
 
 
-def read_geometry(text: str | None, server: Server) -> Geometry:
-    """The geometry of a checkpoint, from the text of its ``config.json``; None where there is none to read.
+def parse_config(content: Any) -> Any:
+    """The content of a ``config.json``: JSON text is parsed, and None is nothing. Raises RefusalError for other text.
+
+    Data is taken as it is: older releases of Ansible turn text that looks like JSON into data on their own.
+    """
+    if content is not None and not isinstance(content, str):
+        return content
+    try:
+        return json.loads(content or "")
+    except ValueError as error:
+        raise _config_error("its content", (content or "")[:40], f"a JSON object ({error})") from error
+
+
+def read_geometry(content: Any, server: Server) -> Geometry:
+    """The geometry of a checkpoint, from the content of its ``config.json`` (text or data; None where there is none).
 
     Raises RefusalError where it is malformed, or of a model whose pools are not known here.
     """
-    try:
-        config = json.loads(text or "")
-    except ValueError as error:
-        raise _config_error("its content", (text or "")[:40], f"a JSON object ({error})") from error
+    config = parse_config(content)
     if not isinstance(config, Mapping) or not config:
         raise _config_error("its content", config, "an object with the model's dimensions")
     # Models with vision or audio keep the language model's dimensions in an object of their own.

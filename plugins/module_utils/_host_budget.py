@@ -75,12 +75,12 @@ def device_memory(
 def host_budget(
     wants: Wants,
     topology: Mapping[str, Any],
-    config: str | None,
+    config: Any,
     model_size: int | None = None,
 ) -> tuple[dict[str, Any], list[RefusalError]]:
     """The HiCache budget of a host and what its servers' KV caches cost on the device; see ``_budget.py``.
 
-    ``config``: the text of the model's config.json, needed where HiCache is asked for. ``model_size`` in bytes. The
+    ``config``: the content of the model's config.json, needed where HiCache is asked for. ``model_size`` in bytes. The
     node sets have to be sound (``node_set`` refuses). Result: the budget, with ``device`` for each server in it.
     """
     version = wants["plan_engine_version"]
@@ -142,7 +142,7 @@ def budget_of(
     host: str,
     variables: Mapping[str, Any],
     topology: Mapping[str, Any],
-    config: str | None,
+    config: Any,
     model_size: int | None = None,
 ) -> tuple[dict[str, Any], list[dict[str, str]]]:
     """The HiCache budget of one host from its variables and its topology alone, with its refusals as data.
@@ -174,7 +174,7 @@ def _geometry_of(
     instance: Instance,
     flags: Mapping[str, Any],
     environment: Mapping[str, str],
-    config: str | None,
+    config: Any,
     release: _hicache.Release,
     asked: bool,
     index_keys: str | None = None,

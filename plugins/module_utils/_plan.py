@@ -171,8 +171,8 @@ def make_plan(
     """The plan of one host; see the module's text and ``docs/architecture.md``.
 
     With refusals the plan is not to be applied; ``instances`` and ``groups`` are then left empty.
-    ``facts``: ``{os {distribution, major, arch}, topology, ports, paths, releases[], model_source | None, model_config
-    (text | None), memory {unit: {by_node}}}``; of a captured host there are ``topology`` and ``model_config`` only.
+    ``facts``: ``{os {distribution, major, arch}, topology, ports, paths, releases[], model_source | None, model_config,
+    memory {unit: {main_pid, by_node}}}``; of a captured host there are ``topology`` and ``model_config`` only.
     """
     # Only the hosts of its own PD groups matter to a host: the cost of a fleet grows with its hosts, not their square.
     own = named_groups(host, fleet[host])

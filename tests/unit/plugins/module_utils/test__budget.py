@@ -360,6 +360,17 @@ def test_hugepages_are_budgeted_from_their_own_pool_and_in_whole_pages() -> None
     assert made["nodes"][0]["hugepages"] == 41 * GIB
     refused = refusal(found, prefill(ranks=1, hugepage=GIB, demand=Demand("total", 41 * GIB)))
     assert "of pages of 1.1 GB" in refused.found
+    # A fraction of the host's is one of what backs the pools, and beside a server in plain memory neither takes from
+    # the other.
+    both = budget(
+        found,
+        prefill(ranks=1, hugepage=GIB),
+        prefill(name="prefill-b", ranks=1),
+        demand=Demand("fraction", 0.5),
+    )
+    assert 19 * GIB <= entry(both, "prefill")["given"] <= 20 * GIB
+    assert entry(both, "prefill-b")["given"] > 100 * GIB
+    assert both["nodes"][0]["why"] == "prefill (hugepages), prefill-b"
     bare = refusal(two_nodes(), prefill(hugepage=GIB, demand=Demand("total", GIB)))
     assert bare.code == "hicache_hugepages"
 

@@ -193,6 +193,7 @@ def test_the_language_model_of_a_larger_one_is_read() -> None:
         ("", {}, "model_config", "its content"),
         ('{"num_hidden_layers": 4', {}, "model_config", "its content is '{\"num_hidden_layers\": 4'"),
         ("[1, 2]", {}, "model_config", "its content"),
+        ("null", {}, "model_config", "its content"),
         ({}, {}, "model_config", "its content"),
         ({**FLASH, "num_hidden_layers": "43"}, {}, "model_config", "num_hidden_layers is '43'"),
         ({**FLASH, "num_hidden_layers": 0}, {}, "model_config", "num_hidden_layers is 0"),

@@ -542,6 +542,11 @@ def test_an_unreadable_config_json_is_refused_only_where_it_is_needed(text: str 
     assert codes(plan({HOST: variables()}, facts(model_config=text))) == []
 
 
+def test_a_config_json_that_ansible_has_read_already_is_the_same() -> None:
+    read = facts(model_config=json.loads(facts()["model_config"]))
+    assert plan({HOST: cached()}, read) == plan({HOST: cached()}, facts())
+
+
 def test_systemd_binds_instead_of_numactl_and_never_both() -> None:
     made = plan({HOST: variables(plan_numa_binder="systemd")}, facts())
     first = instance(made, "prefill")
