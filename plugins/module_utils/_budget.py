@@ -247,7 +247,8 @@ def _ask(host: _Host, demand: Demand | None) -> list[RefusalError]:
     inherit = [item for item in takers if item.demand is None]
     for consumer in takers:
         wanted = consumer.demand or demand
-        assert wanted is not None
+        if wanted is None:
+            continue
         if wanted.kind == "ratio":
             try:
                 geometry, tokens = _pinned(consumer, "a fixed ratio")
@@ -317,7 +318,6 @@ def _fit_fractions(host: _Host, demand: Demand | None, takers: Sequence[Consumer
 
 
 def _pinned(consumer: Consumer, what: str) -> tuple[Geometry, int]:
-    assert consumer.geometry is not None
     if consumer.tokens is None:
         raise RefusalError(
             "device_pool",
@@ -326,7 +326,13 @@ def _pinned(consumer: Consumer, what: str) -> tuple[Geometry, int]:
             "max-total-tokens in args of the server, or plan_gpu_memory and mem-fraction-static to compute it from",
             f"set max-total-tokens of {consumer.name}",
         )
-    return consumer.geometry, consumer.tokens
+    return _geometry(consumer), consumer.tokens
+
+
+def _geometry(consumer: Consumer) -> Geometry:
+    if consumer.geometry is None:
+        raise ValueError(f"{consumer.name} is to have HiCache, and its geometry was not given")
+    return consumer.geometry
 
 
 # ----------------------------------------------------------------------------------------------------------- the budget
@@ -431,16 +437,13 @@ def _size_one(host: _Host, consumer: Consumer, given: Mapping[str, _hicache.Sizi
     """The largest pools within what was asked for one server; ``given``: what the servers of fixed amounts have."""
     if consumer.name in host.fixed:
         return host.fixed[consumer.name]
-    assert consumer.geometry is not None
-    tokens = consumer.tokens
-    if tokens is None and not consumer.geometry.takes_size:
+    geometry, tokens = _geometry(consumer), consumer.tokens
+    if tokens is None and not geometry.takes_size:
         _pinned(consumer, "an amount")
     asked = sum(host.asked[consumer.name].values())
     room = asked // consumer.ranks
     accepts = _engine_accepts(host, consumer, given) if consumer in host.flexible else lambda _sized: True
-    found = _hicache.largest(
-        consumer.geometry, tokens, consumer.hugepage, lambda sized: sized.backed <= room and accepts(sized)
-    )
+    found = _hicache.largest(geometry, tokens, consumer.hugepage, lambda sized: sized.backed <= room and accepts(sized))
     if found is None:
         raise RefusalError(
             "hicache_small",

@@ -96,6 +96,12 @@ class Geometry:
         return {"all": sum(pool.tokens or 0 for pool in self.host_pools(tokens, ratio, size_gb) if pool.name == "kv")}
 
 
+def _only_ratio(ratio: float | None, size_gb: int | None) -> float:
+    if ratio is None or size_gb is not None:
+        raise ValueError("this kind of model takes a ratio only")
+    return ratio
+
+
 # ---------------------------------------------------------------------------------------------------------- deepseek v4
 
 
@@ -130,8 +136,7 @@ class DeepSeekV4(Geometry):
         return rows * 2 * self.head_dim * self.state_bytes * self.layers_c128
 
     def host_pools(self, tokens: int, ratio: float | None = None, size_gb: int | None = None) -> list[HostPool]:
-        if ratio is None or size_gb is not None:
-            raise ValueError("DeepSeek V4 takes a ratio only")
+        ratio = _only_ratio(ratio, size_gb)
         # hybrid_pool_assembler.py, _deepseek_v4_num_host_pages: whole device pages, times the ratio, cut.
         full = int(self.aligned(tokens) // self.page * ratio)
         swa = int(self.swa_tokens(tokens) // self.page * ratio)
@@ -147,8 +152,7 @@ class DeepSeekV4(Geometry):
         return [pool for pool in pools if pool.layers]
 
     def host_tokens(self, tokens: int, ratio: float | None = None, size_gb: int | None = None) -> dict[str, int]:
-        assert ratio is not None
-        assert size_gb is None
+        ratio = _only_ratio(ratio, size_gb)
         return {
             "all": int(self.aligned(tokens) // self.page * ratio) * self.page,
             "window": int(self.swa_tokens(tokens) // self.page * ratio) * self.page,
@@ -235,11 +239,7 @@ class Attention(Geometry):
 
     def host_pools(self, tokens: int, ratio: float | None = None, size_gb: int | None = None) -> list[HostPool]:
         item = int(self.bytes_per_token)
-        if size_gb is not None:
-            wanted = int(size_gb * 1e9 // item)
-        else:
-            assert ratio is not None
-            wanted = int(self.aligned(tokens) * ratio)
+        wanted = int(size_gb * 1e9 // item) if size_gb is not None else int(self.aligned(tokens) * (ratio or 0))
         # One page more than fits into it, whether it is needed or not.
         pages = wanted // self.page + 1
         return [HostPool("kv", 1, pages, item * self.page, pages * self.page)]
@@ -256,8 +256,7 @@ class Hybrid(Attention):
         return self.slots * self.slot_bytes
 
     def host_pools(self, tokens: int, ratio: float | None = None, size_gb: int | None = None) -> list[HostPool]:
-        if ratio is None or size_gb is not None:
-            raise ValueError("a hybrid model takes a ratio only")
+        ratio = _only_ratio(ratio, size_gb)
         # pool_host/mamba.py: pages of one slot, and one more.
         slots = int(self.slots * ratio) + 1
         return [*super().host_pools(tokens, ratio), HostPool("mamba", 1, slots, self.slot_bytes, slots)]

@@ -204,9 +204,9 @@ def sizing(
 ) -> Sizing:
     """The pools that a ratio (of ``tokens`` device tokens) or a size in GB brings."""
     pools = geometry.host_pools(tokens or 0, ratio, size_gb)
-    value: float | int | None = ratio if size_gb is None else size_gb
-    assert value is not None
-    return Sizing("ratio" if size_gb is None else "size", value, pools, backed(pools, hugepage))
+    if size_gb is not None:
+        return Sizing("size", size_gb, pools, backed(pools, hugepage))
+    return Sizing("ratio", ratio or 0.0, pools, backed(pools, hugepage))
 
 
 def largest(

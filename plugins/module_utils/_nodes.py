@@ -80,7 +80,7 @@ def gpu_node(gpu: Mapping[str, Any], topology: Mapping[str, Any], mapping: Mappi
     if told is None:
         return found
     with_cpus = sorted(node["id"] for node in topology["nodes"] if node["cpus"])
-    if type(told) is not int or told not in with_cpus:
+    if isinstance(told, bool) or not isinstance(told, int) or told not in with_cpus:
         raise RefusalError(
             "numa_mapping",
             f"plan_gpu_numa_nodes says {told!r} for {gpu['pci']}",

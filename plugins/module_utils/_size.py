@@ -47,7 +47,7 @@ def parse_size(value: Any, what: str, zero: bool = False) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
     if match is None or match[2] not in UNITS:
         raise refused(f"{value!r}, which has no unit" if match and not match[2] else repr(value))
-    whole, _, part = match[1].partition(".")
+    whole, _point, part = match[1].partition(".")
     # Exact where a float would not be: 0.1GB is 100000000 bytes.
     size: int = int(whole + part) * UNITS[match[2]] // 10 ** len(part)
     if size == 0 and not zero:
