@@ -135,6 +135,14 @@ def host_budget(
     budget, refused = _budget.make_budget(
         topology, consumers, wants.hicache, wants.reserves, release, wants["plan_memory_nodes"]
     )
+    budget["warnings"] += [
+        f"{item.name}: max-total-tokens {item.tokens:,} is more than the {room:,} that fit on its GPUs "
+        "(plan_gpu_memory x mem-fraction-static, less the model): the engine will take fewer, and the proof will fail"
+        for item in consumers
+        if item.tokens is not None
+        and (room := device.get(item.name, {}).get("largest_tokens")) is not None
+        and item.tokens > room
+    ]
     return budget | {"device": device}, refused
 
 

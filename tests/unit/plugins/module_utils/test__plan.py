@@ -447,6 +447,16 @@ def test_the_device_pool_is_pinned_from_the_gpus_memory_where_that_is_said() -> 
     assert codes(plan({HOST: variables(plan_hicache={"total": "300GB"})}, facts())) == ["device_pool"]
 
 
+def test_more_device_tokens_than_fit_are_warned_of() -> None:
+    wanted = {"plan_gpu_memory": "96GB", "plan_engine_args": {"mem-fraction-static": 0.85, "max-running-requests": 64}}
+    found = facts()
+    found["paths"]["/srv/models/flash"]["size"] = 160 * 10**9
+    assert plan({HOST: cached(**wanted)}, found)["warnings"] == []
+    wanted["plan_gpu_memory"] = "58GB"
+    (warning,) = plan({HOST: cached(**wanted)}, found)["warnings"]
+    assert warning.startswith("prefill: max-total-tokens 1,000,192 is more than the 9")
+
+
 def test_a_unit_that_runs_does_not_move_the_plan_and_holds_what_the_gate_asks_for() -> None:
     before = plan({HOST: cached()}, facts())
     running = facts()
