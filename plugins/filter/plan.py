@@ -12,7 +12,6 @@ from ansible_collections.llmfleet.sglang.plugins.module_utils import (
     _host_budget,
     _plan,
     _proof,
-    _size,
     _systemd,
     _wants,
 )
@@ -67,13 +66,6 @@ def hicache_findings(
     return _proof.findings(instances, told, tolerance_bytes, tolerance_share)
 
 
-def parse_size(size: Any, what: str = "the size") -> int:
-    try:
-        return _size.parse_size(size, what, zero=True)
-    except RefusalError as refused:
-        raise AnsibleFilterError(f"{refused}; {refused.cure}") from refused
-
-
 def scrape_targets(hostvars: Mapping[str, Any], hosts: Sequence[str], monitor: str) -> list[dict[str, Any]]:
     fleet = {name: _wants.parse_wants(name, variables) for name, variables in _fleet(hostvars, hosts).items()}
     try:
@@ -105,7 +97,6 @@ class FilterModule:
             "budget_table": budget_table,
             "hicache_budget": hicache_budget,
             "hicache_findings": hicache_findings,
-            "parse_size": parse_size,
             "plan": plan,
             "refusal_text": _plan.refusal_text,
             "scrape_targets": scrape_targets,
