@@ -153,12 +153,13 @@ def test_bytes_of_a_token_by_kind() -> None:
 
 def test_a_page_more_than_the_ratio_asks_for() -> None:
     """100 device tokens at ratio 3 in pages of 16 are 304 host tokens."""
-    (pool,) = geometry(GQA, ranks=1, page_size=16).host_pools(112, ratio=2.7)
-    assert pool.tokens == 304
-    # 100 tokens are 96 in whole pages: the device's pool is cut before it is multiplied.
-    assert geometry(GQA, ranks=1, page_size=16).aligned(100) == 96
-    (exact,) = geometry(GQA, ranks=1, page_size=4).host_pools(100, ratio=3)
-    assert exact.tokens == 304
+    shape = geometry(GQA, ranks=1, page_size=16)
+    (pool,) = shape.host_pools(100, ratio=3)
+    assert (pool.tokens, pool.pages) == (304, 19)
+    # The device's pool is cut to whole pages before it is multiplied.
+    assert shape.aligned(100) == 96
+    (exact,) = shape.host_pools(96, ratio=1)
+    assert exact.tokens == 96 + 16
 
 
 def test_a_size_is_decimal_gigabytes_for_each_rank() -> None:
