@@ -35,10 +35,11 @@ def parse_size(value: Any, what: str, zero: bool = False) -> int:
 
     Raises RefusalError for anything else than a positive number and a unit, and for more than 1 EiB.
     """
-    expected = f"a number and a unit, such as 300GiB (units: {', '.join(UNITS)}){', or 0' if zero else ''}"
+    least = "0, or a number" if zero else "a number above 0"
+    expected = f"{least} and a unit, such as 300GiB (units: {', '.join(UNITS)})"
 
     def refused(found: str) -> RefusalError:
-        return RefusalError("size", f"{what} is {found}", expected, f"write {what} with its unit, without a sign")
+        return RefusalError("size", f"{what} is {found}", expected, f"write {what} as a number with its unit")
 
     if zero and value in (0, "0") and not isinstance(value, bool):
         return 0
