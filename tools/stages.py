@@ -97,7 +97,8 @@ def stages() -> list[Stage]:
 
 def _typed() -> list[str]:
     """What mypy checks; plugins by the name under which Ansible imports them."""
-    wanted = ["tools", "testbed", "files/gpu_exporter", ".collections/ansible_collections/llmfleet/sglang/plugins"]
+    plugins = ".collections/ansible_collections/llmfleet/sglang/plugins"
+    wanted = ["tools", "testbed", "files/gpu_exporter", "files/kernels", plugins]
     return [path for path in wanted if any((ROOT / path).rglob("*.py"))]
 
 

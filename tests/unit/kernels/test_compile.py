@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The indexer logits kernel compiles for sm_90 and sm_120 without a GPU and keeps within what they allow.
+
+Needs Triton, not PyTorch. Shared memory and registers are recorded as properties of the test (``--junitxml``).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+from llmfleet_kernels.logits import paged_logits_kernel  # noqa: E402
+from llmfleet_kernels.logits_tile import (  # noqa: E402
+    BF16,
+    FP8,
+    KEY_DIM,
+    PAGE,
+    PLANNED_ROWS,
+    WARPS,
+    KeyFormat,
+    choose_tile,
+)
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+HEADS = 64
+SHARED_LIMIT = {90: 232_448, 120: 101_376}
+REGISTERS_PER_MULTIPROCESSOR = 65_536
+TYPES = {"bf16": "*bf16", "fp8": "*fp8e4nv"}
+
+
+@functools.cache
+def compile_logits(capability: int, keys: KeyFormat, query: KeyFormat, stages: int, planned_rows: int = 256) -> Any:
+    """The kernel as ``paged_logits`` launches it, for a device of this compute capability."""
+    constants = {
+        "PLANNED_ROWS": planned_rows,
+        "HEADS": HEADS,
+        "KEY_DIM": KEY_DIM,
+        "PAGE": PAGE,
+        "PAGE_ELEMENTS": keys.page_bytes // keys.element_bytes,
+        "SCALED": keys == FP8,
+        "STAGES": stages,
+    }
+    pointers = {
+        "q": TYPES[query.name],
+        "keys": TYPES[keys.name],
+        "scales": "*fp32",
+        "weights": "*fp32",
+        "lengths": "*i32",
+        "page_table": "*i32",
+        "logits": "*fp32",
+    }
+    names = paged_logits_kernel.arg_names
+    signature = {name: pointers.get(name, "constexpr" if name in constants else "i32") for name in names}
+    # What the launcher sees of aligned tensors; the other pointers are not specialised on.
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ("q", "keys", "scales", "weights")}
+    source = ASTSource(
+        paged_logits_kernel, signature, {(names.index(name),): value for name, value in constants.items()}, aligned
+    )
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": WARPS})
+
+
+def resources(cubin: Path) -> dict[str, int]:
+    """Registers a thread and bytes of stack and local memory (spills) of the machine code."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    report = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", report)
+    assert found, report
+    return dict(zip(("registers", "stack", "local"), map(int, found.groups()), strict=True))
+
+
+@pytest.mark.parametrize("planned_rows", [0, *PLANNED_ROWS])
+@pytest.mark.parametrize("capability", sorted(SHARED_LIMIT))
+@pytest.mark.parametrize(("keys", "query"), [(BF16, BF16), (BF16, FP8), (FP8, FP8)], ids=lambda kind: kind.name)
+def test_kernel_keeps_within_the_device(
+    capability: int,
+    keys: KeyFormat,
+    query: KeyFormat,
+    planned_rows: int,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+) -> None:
+    tile = choose_tile(keys, HEADS, SHARED_LIMIT[capability])
+    kernel = compile_logits(capability, keys, query, tile.stages, planned_rows)
+    cubin = tmp_path / "logits.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    used = resources(cubin)
+    record_property("shared_bytes", kernel.metadata.shared)
+    record_property("registers", used["registers"])
+    assert kernel.metadata.shared <= tile.shared_bytes <= SHARED_LIMIT[capability]
+    assert used["stack"] == used["local"] == 0, "registers spill"
+    # With one program a row, the rest of the rows wait for their turn whatever the number of resident programs.
+    resident = tile.programs if planned_rows else 1
+    assert used["registers"] * 32 * WARPS * resident <= REGISTERS_PER_MULTIPROCESSOR, "registers keep programs out"
+
+
+@pytest.mark.parametrize("keys", [BF16, FP8], ids=lambda kind: kind.name)
+def test_pipeline_has_the_buffers_it_is_asked_for(keys: KeyFormat) -> None:
+    """One more buffer takes one more page of shared memory: the page table's indirection takes two stages each."""
+    sizes = [compile_logits(90, keys, keys, 2 * buffers).metadata.shared for buffers in (3, 4, 5)]
+    steps = {after - before for before, after in itertools.pairwise(sizes)}
+    assert steps == {keys.page_bytes + 4}, sizes
+
+
+def test_matrix_units_do_the_products() -> None:
+    for keys in (BF16, FP8):
+        assert "wgmma.mma_async" in compile_logits(90, keys, keys, 8).asm["ptx"]
+        assert "mma.sync.aligned" in compile_logits(120, keys, keys, 8).asm["ptx"]

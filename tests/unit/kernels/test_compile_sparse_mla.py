@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sparse-MLA kernels build for every GPU they are meant for, within its shared memory; no GPU is needed."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+triton = pytest.importorskip("triton")
+
+from llmfleet_kernels.sparse_mla import _attend, _merge, choose_splits, choose_tile  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+# Compute capability: shared memory a block may have, in bytes (CUDA programming guide, table of technical
+# specifications; 1,024 of a multiprocessor's bytes are the system's).
+SHARED_BYTES = {90: 232_448, 120: 101_376}
+POINTERS = {
+    "query": "*bf16",
+    "window": "*u8",
+    "window_indices": "*i32",
+    "window_lengths": "*i32",
+    "compressed": "*u8",
+    "compressed_indices": "*i32",
+    "compressed_lengths": "*i32",
+    "sink": "*fp32",
+    "partial": "*fp32",
+    "maximum": "*fp32",
+    "total": "*fp32",
+    "output": "*bf16",
+}
+
+
+def build(kernel: Any, capability: int, constants: dict[str, int], *, warps: int) -> Any:
+    """Return `kernel` compiled with the given constants; every pointer and stride of the query is a multiple of 16."""
+    names = kernel.arg_names
+    types = {**POINTERS, "scale_log2": "fp32", **dict.fromkeys(constants, "constexpr")}
+    signature = {name: types.get(name, "i32") for name in names}
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if signature[name].startswith("*") or name.startswith("query_")
+    }
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs=aligned,
+    )
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+
+
+def resources(cubin: Path) -> tuple[int, int]:
+    """Return the registers of a thread and its bytes of stack (spilled registers)."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    report = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", report)
+    assert found, report
+    return int(found[1]), int(found[2])
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+@pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize("split", [False, True])
+def test_attend(
+    capability: int, heads: int, split: bool, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    tile = choose_tile(heads, SHARED_BYTES[capability])
+    constants = {
+        "WINDOW_PAGE_SLOTS": 256,
+        "WINDOW_PAGE_BYTES": 149_760,
+        "COMPRESSED_PAGE_SLOTS": 64,
+        "COMPRESSED_PAGE_BYTES": 37_440,
+        "HEADS": tile.heads,
+        "SLOTS": tile.slots,
+        "SPLIT": split,
+        "STAGES": tile.stages,
+    }
+    built = build(_attend, capability, constants, warps=tile.warps)
+    cubin = tmp_path / "attend.cubin"
+    cubin.write_bytes(built.asm["cubin"])
+    registers, stack = resources(cubin)
+    record_property("shared_bytes", built.metadata.shared)
+    record_property("registers", registers)
+    assert built.metadata.shared <= SHARED_BYTES[capability]
+    record_property("stack_bytes", stack)
+    # 64 heads take all 255 registers; what does not fit beside them differs between versions of Triton.
+    assert stack == 0 or tile.heads == 64, "registers spill"
+    instruction = "wgmma.mma_async" if capability == 90 and heads == 64 else "mma.sync"
+    assert instruction in built.asm["ptx"], "on tensor cores"
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+@pytest.mark.parametrize("columns", [128, 512])
+def test_merge(capability: int, columns: int) -> None:
+    built = build(_merge, capability, {"SPLITS": 16, "COLUMNS": columns}, warps=columns // 128)
+    assert built.metadata.shared <= SHARED_BYTES[capability]
+
+
+@pytest.mark.parametrize("shared_bytes", SHARED_BYTES.values())
+@pytest.mark.parametrize(("heads", "block"), [(1, 16), (8, 16), (16, 16), (32, 32)])
+def test_a_tile_holds_all_heads_up_to_32(shared_bytes: int, heads: int, block: int) -> None:
+    assert choose_tile(heads, shared_bytes).heads == block
+
+
+def test_a_tile_holds_64_heads_where_shared_memory_allows() -> None:
+    assert choose_tile(64, SHARED_BYTES[90]).heads == 64
+    assert choose_tile(128, SHARED_BYTES[90]).heads == 64
+
+
+def test_splits_fill_the_card_and_no_more() -> None:
+    tile = choose_tile(64, SHARED_BYTES[90])
+    most = -(-640 // tile.slots)
+    assert choose_splits(1, 640, tile, 132) == most, "no program without a tile"
+    assert choose_splits(64, 640, tile, 132) == 2, "as many as run at once"
+    assert choose_splits(200, 640, tile, 132) == 1
