@@ -191,6 +191,7 @@ class _Host:
         self,
         topology: Mapping[str, Any],
         consumers: Sequence[Consumer],
+        demand: Demand | None,
         reserves: Reserves,
         release: _hicache.Release,
         memory_only: Sequence[int],
@@ -210,6 +211,12 @@ class _Host:
         if self.limit is not None and release.check_by_rank:
             self.countable["cgroup"] = max(0, self.limit["limit"] - processes)
         self.release, self.reserves = release, reserves
+        # Who is to have HiCache, and what for: an own demand comes before the host's.
+        self.wanted = {
+            item.name: wanted
+            for item in self.consumers
+            if not item.none_because and (wanted := item.demand or demand) is not None
+        }
         self.asked: dict[str, dict[int, int]] = {}
         self.fixed: dict[str, _hicache.Sizing] = {}
         self.unused: dict[int, int] = {}
@@ -243,12 +250,10 @@ def _countable(topology: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]) 
 def _ask(host: _Host, demand: Demand | None) -> list[RefusalError]:
     """Fill ``host.asked``: bytes by consumer and node."""
     refused: list[RefusalError] = []
-    takers = [item for item in host.consumers if not item.none_because and (item.demand or demand)]
+    takers = [item for item in host.consumers if item.name in host.wanted]
     inherit = [item for item in takers if item.demand is None]
     for consumer in takers:
-        wanted = consumer.demand or demand
-        if wanted is None:
-            continue
+        wanted = host.wanted[consumer.name]
         if wanted.kind == "ratio":
             try:
                 geometry, tokens = _pinned(consumer, "a fixed ratio")
@@ -265,7 +270,7 @@ def _ask(host: _Host, demand: Demand | None) -> list[RefusalError]:
             host.asked[consumer.name] = {node: int(share * room) for node, room in host.room(consumer).items()}
     if demand is not None and demand.kind in ("total", "fraction"):
         _share_out(host, demand, inherit)
-    _fit_fractions(host, demand, takers)
+    _fit_fractions(host)
     return refused
 
 
@@ -294,19 +299,16 @@ def _weight(consumer: Consumer) -> Fraction:
     return Fraction(consumer.ranks, len(consumer.memory_nodes))
 
 
-def _fit_fractions(host: _Host, demand: Demand | None, takers: Sequence[Consumer]) -> None:
+def _fit_fractions(host: _Host) -> None:
     """A fraction means of what is there: under a cgroup limit the servers that asked for one share what it leaves.
 
     Each gets its part by ranks, not by memory, so that more memory on one node never takes from a server of another.
     """
-    host.flexible = [
-        item
-        for item in takers
-        if (item.demand or demand or Demand("none")).kind == "fraction" and item.name in host.asked
-    ]
+    askers = [item for item in host.consumers if item.name in host.asked]
+    host.flexible = [item for item in askers if host.wanted[item.name].kind == "fraction"]
     if host.limit is None:
         return
-    plain = [item for item in takers if item.backing == PLAIN and item.name in host.asked]
+    plain = [item for item in askers if item.backing == PLAIN]
     cut = [item for item in plain if item in host.flexible]
     others = sum(sum(host.asked[item.name].values()) for item in plain if item not in cut)
     left, ranks = max(0, host.limit["available"] - others), sum(item.ranks for item in cut)
@@ -351,7 +353,7 @@ def make_budget(
     ``topology`` as read by numa_info; ``consumers`` all servers of the host, those without HiCache too, since their
     processes take memory. With refusals the budget tells what was asked and gives nothing.
     """
-    host = _Host(topology, consumers, reserves, release, memory_only)
+    host = _Host(topology, consumers, demand, reserves, release, memory_only)
     refused = _ask(host, demand)
     refused += _check_nodes(host, demand)
     given: dict[str, _hicache.Sizing] = {}

@@ -37,8 +37,8 @@ def _clash(kind: str, holders: Mapping[Any, list[str]], cure: str) -> list[Refus
     ]
 
 
-def check_host(wants: Wants) -> list[RefusalError]:
-    """What is wrong with one host's wants, whatever the host is like."""
+def check_host(wants: Wants, built: bool = True) -> list[RefusalError]:
+    """What is wrong with one host's wants, whatever the host is like. ``built``: its engine is one that we build."""
     refused = list(wants.refusals)
 
     def attempt(check: Any, *arguments: Any) -> None:
@@ -47,7 +47,8 @@ def check_host(wants: Wants) -> list[RefusalError]:
         except RefusalError as error:
             refused.append(error)
 
-    attempt(choice, wants, "plan_engine_version", _engine.ENGINES)
+    if built:
+        attempt(choice, wants, "plan_engine_version", _engine.ENGINES)
     attempt(choice, wants, "plan_router_version", _engine.ROUTERS)
     attempt(choice, wants, "plan_numa_policy", _nodes.POLICIES)
     attempt(choice, wants, "plan_numa_binder", _nodes.BINDERS)

@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Any
 
 from ansible_collections.llmfleet.sglang.plugins.module_utils import _budget, _engine, _hicache, _nodes
-from ansible_collections.llmfleet.sglang.plugins.module_utils._checks import choice
+from ansible_collections.llmfleet.sglang.plugins.module_utils._checks import check_host
 from ansible_collections.llmfleet.sglang.plugins.module_utils._commands import effective_flags, node_set
 from ansible_collections.llmfleet.sglang.plugins.module_utils._geometry import Geometry, read_geometry
 from ansible_collections.llmfleet.sglang.plugins.module_utils._refusal import RefusalError
@@ -72,16 +72,28 @@ def device_memory(
     return found
 
 
+def node_sets(wants: Wants, topology: Mapping[str, Any]) -> tuple[dict[str, _nodes.NodeSet], list[RefusalError]]:
+    """The node set of each instance by name, and why some have none."""
+    sets, refused = {}, []
+    for instance in wants.instances:
+        try:
+            sets[instance.name] = node_set(wants, instance, topology)
+        except RefusalError as error:
+            refused.append(error)
+    return sets, refused
+
+
 def host_budget(
     wants: Wants,
+    sets: Mapping[str, _nodes.NodeSet],
     topology: Mapping[str, Any],
     config: Any,
     model_size: int | None = None,
 ) -> tuple[dict[str, Any], list[RefusalError]]:
     """The HiCache budget of a host and what its servers' KV caches cost on the device; see ``_budget.py``.
 
-    ``config``: the content of the model's config.json, needed where HiCache is asked for. ``model_size`` in bytes. The
-    node sets have to be sound (``node_set`` refuses). Result: the budget, with ``device`` for each server in it.
+    ``config``: the content of the model's config.json, needed where HiCache is asked for. ``model_size`` in bytes.
+    ``sets``: the node set of each instance. Result: the budget, with ``device`` for each server in it.
     """
     version = wants["plan_engine_version"]
     servers = [instance for instance in wants.instances if instance.role in ENGINE_ROLES]
@@ -101,13 +113,12 @@ def host_budget(
     for instance in servers:
         flags = effective_flags(wants, instance)
         environment = wants["plan_environment"] | instance.environment
-        found = node_set(wants, instance, topology)
         consumer = _budget.Consumer(
             name=instance.name,
             role=instance.role,
             unit=instance.unit,
             ranks=instance.tp_size,
-            memory_nodes=found.memory_nodes,
+            memory_nodes=sets[instance.name].memory_nodes,
             policy=wants["plan_numa_policy"],
             demand=instance.hicache if asked[instance.name] else None,
             hugepage=_hicache.HUGEPAGES.get(environment.get("SGLANG_HUGEPAGE_SIZE", "").strip().upper()),
@@ -159,21 +170,12 @@ def budget_of(
     knows the rules of (``_hicache.RELEASES``).
     """
     wants = parse_wants(host, variables)
-    refused = list(wants.refusals)
-    for name, allowed in (("plan_numa_policy", _nodes.POLICIES), ("plan_numa_binder", _nodes.BINDERS)):
-        try:
-            choice(wants, name, allowed)
-        except RefusalError as error:
-            refused.append(error)
-    if not refused:
-        for instance in wants.instances:
-            try:
-                node_set(wants, instance, topology)
-            except RefusalError as error:
-                refused.append(error)
+    refused = check_host(wants, built=False)
     budget: dict[str, Any] = {}
     if not refused:
-        budget, refused = host_budget(wants, topology, config, model_size)
+        sets, refused = node_sets(wants, topology)
+    if not refused:
+        budget, refused = host_budget(wants, sets, topology, config, model_size)
     return budget, [error.on(host) for error in refused]
 
 

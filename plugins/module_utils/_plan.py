@@ -42,13 +42,12 @@ from ansible_collections.llmfleet.sglang.plugins.module_utils._commands import (
     engine_argv,
     group_revision,
     instance_environment,
-    node_set,
     release_plan,
     router_argv,
     served_name,
     unit_settings,
 )
-from ansible_collections.llmfleet.sglang.plugins.module_utils._host_budget import host_budget
+from ansible_collections.llmfleet.sglang.plugins.module_utils._host_budget import host_budget, node_sets
 from ansible_collections.llmfleet.sglang.plugins.module_utils._refusal import RefusalError
 from ansible_collections.llmfleet.sglang.plugins.module_utils._wants import (
     ENGINE_ROLES,
@@ -237,19 +236,14 @@ def _fill(
     except RefusalError as error:
         return [error]
     plan["model"]["served_name"] = served_name(wants)
-    sets: dict[str, _nodes.NodeSet] = {}
-    for instance in wants.instances:
-        try:
-            sets[instance.name] = (
-                _nodes.NodeSet([], []) if facts is None else node_set(wants, instance, facts["topology"])
-            )
-        except RefusalError as error:
-            refused.append(error)
+    # Without facts nothing is known to bind to.
+    sets = {instance.name: _nodes.NodeSet([], []) for instance in wants.instances}
     if facts is not None:
+        sets, refused = node_sets(wants, facts["topology"])
         refused += _check_facts(wants, artefacts, facts)
         if not refused:
             plan["budget"], refused = host_budget(
-                wants, facts["topology"], facts.get("model_config"), _model_size(wants, facts)
+                wants, sets, facts["topology"], facts.get("model_config"), _model_size(wants, facts)
             )
     if refused:
         return refused

@@ -17,6 +17,7 @@ from ansible_collections.llmfleet.sglang.plugins.modules import memory_info
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.plugins.module_utils.plan_cases import gpu
 from tests.unit.plugins.module_utils.plan_cases import node as numa_node
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -665,8 +666,7 @@ def planned_start(model: str) -> tuple[dict[str, Any], dict[str, Any]]:
     instance = {
         "name": "prefill",
         "role": "prefill",
-        "numa_nodes": [0],
-        "tp_size": 2,
+        "gpus": [0, 1],
         "port": 20000,
         "bootstrap_port": 8998,
         "args": start["args"],
@@ -675,7 +675,7 @@ def planned_start(model: str) -> tuple[dict[str, Any], dict[str, Any]]:
     variables = {"plan_engine_version": "0.5.16", "plan_instances": [instance], "plan_model_path": "/srv/model"}
     topology = {
         "nodes": [numa_node(0, PLANNED["machine_bytes"], nodes=1)],
-        "gpus": [],
+        "gpus": [gpu(index, 0) for index in range(2)],
         "mems_allowed": [0],
         "limits": [],
     }

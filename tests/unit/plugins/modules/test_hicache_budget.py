@@ -52,6 +52,9 @@ def test_what_does_not_fit_fails_with_every_reason(host: Path) -> None:
     assert answer["budget"]["host"]["given"] == 0
     assert "plan_hicache.total is '300 gigs'" in run(host, hicache={"total": "300 gigs"})["msg"]
     assert "plan_numa_policy is 'loose'" in run(host, numa_policy="loose")["msg"]
+    assert "plan_device is 'rocm'" in run(host, device="rocm")["msg"]
+    assert "tp_size of prefill is 0" in run(host, instances=[prefill(tp_size=0), decode()])["msg"]
+    assert "gpu 0 is asked for by decode and prefill" in run(host, instances=[decode(gpus=[0]), prefill()])["msg"]
     assert "asks for GPU 9" in run(host, instances=[prefill(gpus=[9]), decode()])["msg"]
 
 
