@@ -98,7 +98,7 @@ def stages() -> list[Stage]:
 def _typed() -> list[str]:
     """What mypy checks; plugins by the name under which Ansible imports them."""
     plugins = ".collections/ansible_collections/llmfleet/sglang/plugins"
-    wanted = ["tools", "testbed", "files/gpu_exporter", "files/kernels", plugins]
+    wanted = ["tools", "testbed", "files/gpu_exporter", "files/kernels", "files/plugin", plugins]
     return [path for path in wanted if any((ROOT / path).rglob("*.py"))]
 
 
