@@ -4,7 +4,7 @@ SHELL := /bin/bash
 CACHE := $(or $(LLMFLEET_CACHE),$(HOME)/.cache/llmfleet)
 export PATH := $(CACHE)/venv/bin:$(PATH)
 .DEFAULT_GOAL := help
-.PHONY: help setup lint unit sanity collection molecule fresh test test-full demo demo-down lock clean
+.PHONY: help setup lint unit kernels sanity collection molecule fresh test test-full demo demo-down lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -12,7 +12,7 @@ help: ## Show this list
 setup: ## Install packages, Python environment and wheels (Debian 12, Ubuntu 24.04)
 	tools/setup
 
-lint unit sanity collection fresh: ## Run one test stage (the set-up first, where it is missing)
+lint unit kernels sanity collection fresh: ## Run one test stage (the set-up first, where it is missing)
 	tools/test --only setup,$@
 
 molecule: ## Run the Molecule scenarios

@@ -23,7 +23,7 @@ from tools import cache_dir
 from tools.artefacts import Entry, load, sha256
 
 #: What the test hosts run; sets for GPU hosts are fetched there, or when named.
-DEFAULT_SETS = ("engine-0.5.23-cpu", "gpu_exporter", "router", "uv")
+DEFAULT_SETS = ("engine-0.5.16-cpu", "engine-0.5.23-cpu", "gpu_exporter", "router", "uv")
 CHUNK = 25
 #: glibc of Debian 12 and everything older, newest first.
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(36, 4, -1)]

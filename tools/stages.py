@@ -73,6 +73,7 @@ def stages() -> list[Stage]:
             ],
         ),
         Stage("unit", "unit tests", [["pytest", "-q", "-n", "2", "tests/unit"]]),
+        Stage("kernels", "every kernel compiled for sm_90 and sm_120, without a GPU", [["tools/kernels"]]),
         Stage("sanity", "ansible-test sanity on what the collection ships", [[*python, "-m", "tools.sanity"]]),
         Stage(
             "collection",

@@ -1,20 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time the indexer logits kernel: ``python tests/gpu/bench_logits.py [--engine indexer.py] [--output FILE]``.
+"""Time the indexer logits kernel.
+
+    python tests/gpu/bench_logits.py [--engine indexer.py] [--tilelang tilelang_kernel.py] [--output FILE]
 
 Prints a table and writes JSON. Every figure is the median of replays of a CUDA graph that holds one launch for each of
 several page tables, whose pages together exceed the L2 cache, divided by the number of launches: keys come from device
 memory, and the gap between launches counts. "share" is the bytes of the keys within the rows' lengths over the time,
 as a share of a large device-to-device copy (bytes read and written) measured in the same process.
 
-Peers, where they are there: DeepGEMM's ``fp8_paged_mqa_logits`` and the PyTorch fallback that SGLang has for sm_120,
-taken from the file ``--engine`` (``srt/layers/attention/dsv4/indexer.py`` of its source); both read fp8 keys, in the
-same run and timed in the same way.
+Peers, where they are there, all with fp8 keys, in the same run and timed in the same way: DeepGEMM's
+``fp8_paged_mqa_logits``; SGLang's TileLang indexer, from the file ``--tilelang``
+(``kernels/ops/attention/dsa/tilelang_kernel.py`` of its source); the PyTorch fallback that SGLang has for sm_120, from
+the file ``--engine`` (``srt/layers/attention/dsv4/indexer.py``).
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import importlib.util
 import json
 import statistics
 import sys
@@ -22,6 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -114,6 +119,25 @@ def engine_fallback(path: Path) -> Callable[..., torch.Tensor]:
     return function
 
 
+def tilelang_indexer(path: Path) -> Callable[..., torch.Tensor]:
+    """SGLang's TileLang indexer from its source file, which asks two modules of the engine about AMD's devices."""
+    utils, fp8_kernel = ModuleType("sglang.srt.utils"), ModuleType("sglang.kernels.ops.quantization.fp8_kernel")
+    for module, names in ((utils, ("is_hip", "is_gfx95_supported")), (fp8_kernel, ("is_fp8_fnuz",))):
+        for name in names:
+            setattr(module, name, lambda: False)
+        parts = module.__name__.split(".")
+        for depth in range(1, len(parts)):
+            sys.modules.setdefault(".".join(parts[:depth]), ModuleType(".".join(parts[:depth])))
+        sys.modules.setdefault(module.__name__, module)
+    spec = importlib.util.spec_from_file_location("tilelang_indexer", path)
+    if spec is None or spec.loader is None:
+        raise SystemExit(f"{path} is not a Python file")
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    function: Callable[..., torch.Tensor] = loaded.tilelang_fp8_paged_mqa_logits
+    return function
+
+
 def deep_gemm_module() -> Any:
     try:
         import deep_gemm
@@ -123,7 +147,12 @@ def deep_gemm_module() -> Any:
 
 
 def measure(
-    lengths: list[int], window: int, pools: dict[str, torch.Tensor], copy: float, engine: Callable[..., Any] | None
+    lengths: list[int],
+    window: int,
+    pools: dict[str, torch.Tensor],
+    copy: float,
+    engine: Callable[..., Any] | None,
+    tilelang: Callable[..., Any] | None,
 ) -> dict[str, Any]:
     """Figures of one shape; peers are timed with the fp8 input of the kernel."""
     rows = len(lengths)
@@ -153,6 +182,12 @@ def measure(
         run = partial(engine, query, cache, weights, length, deep_gemm_metadata=None, clean_logits=False)
         two = [partial(run, page_table=table, max_seq_len=window) for table in (tables[0], tables[-1])]
         result["torch_fallback_us"] = graph_time(two, replays=10)
+    if tilelang is not None:
+        call = partial(tilelang, query, cache, weights, length, clean_logits=False, deep_gemm_metadata=None)
+        calls = [partial(call, page_table=table, max_seq_len=window) for table in tables]
+        result["tilelang_us"] = graph_time(calls)
+        found = calls[0]().double()
+        result["tilelang_relative_error"] = ((found - expected)[below].norm() / expected[below].norm()).item()
     if (library := deep_gemm_module()) is not None:
         plan = library.get_paged_mqa_logits_metadata(column, PAGE, library.get_num_sms())
         call = partial(library.fp8_paged_mqa_logits, query, cache, weights, column)
@@ -165,28 +200,32 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--engine", type=Path, help="SGLang's srt/layers/attention/dsv4/indexer.py")
+    parser.add_argument("--tilelang", type=Path, help="SGLang's kernels/ops/attention/dsa/tilelang_kernel.py")
     parser.add_argument("--output", type=Path, help="where to write the figures as JSON")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     copy = copy_bandwidth()
     properties = torch.cuda.get_device_properties(0)
     engine = engine_fallback(arguments.engine) if arguments.engine else None
+    tilelang = tilelang_indexer(arguments.tilelang) if arguments.tilelang else None
     pools = {keys_format.name: pool(keys_format) for keys_format in (BF16, FP8)}
     shapes: list[tuple[str | None, list[int], int]] = [
         (None, [length] * rows, window) for rows, length, window in SHAPES
     ]
     results = []
     print(f"{properties.name}, copy {copy / 1e12:.2f} TB/s; microseconds")
-    print("rows length window |  bf16 share error  |  fp8 share error  | DeepGEMM  torch fallback")
+    print("rows length window |  bf16 share error  |  fp8 share error  | DeepGEMM  TileLang  torch fallback")
     for title, lengths, window in [*shapes, SKEWED]:
-        measured = measure(lengths, window, pools, copy, engine)
+        measured = measure(lengths, window, pools, copy, engine, tilelang)
         if title:
             measured["title"] = title
         results.append(measured)
         columns = [
             f"{m['us']:7.1f} {m['share']:5.2f} {m['relative_error']:.1e}" for m in (measured["bf16"], measured["fp8"])
         ]
-        peers = [f"{measured.get(peer, float('nan')):9.1f}" for peer in ("deep_gemm_us", "torch_fallback_us")]
+        peers = [
+            f"{measured.get(peer, float('nan')):9.1f}" for peer in ("deep_gemm_us", "tilelang_us", "torch_fallback_us")
+        ]
         print(f"{measured['rows']:4} {measured['length']:6} {window:6} | {' | '.join(columns)} | {' '.join(peers)}")
     report = {
         "device": properties.name,

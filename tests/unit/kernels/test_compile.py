@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The indexer logits kernel compiles for sm_90 and sm_120 without a GPU and keeps within what they allow.
 
-Needs Triton, not PyTorch. Shared memory and registers are recorded as properties of the test (``--junitxml``).
+Needs Triton, not PyTorch.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import re
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +29,9 @@ from llmfleet_kernels.logits_tile import (  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
+from tests.unit.kernels.compiled import DEVICES, Resources, compare, resources  # noqa: E402
+
 HEADS = 64
-SHARED_LIMIT = {90: 232_448, 120: 101_376}
-REGISTERS_PER_MULTIPROCESSOR = 65_536
 TYPES = {"bf16": "*bf16", "fp8": "*fp8e4nv"}
 
 
@@ -69,38 +66,26 @@ def compile_logits(capability: int, keys: KeyFormat, query: KeyFormat, stages: i
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": WARPS})
 
 
-def resources(cubin: Path) -> dict[str, int]:
-    """Registers a thread and bytes of stack and local memory (spills) of the machine code."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    report = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", report)
-    assert found, report
-    return dict(zip(("registers", "stack", "local"), map(int, found.groups()), strict=True))
-
-
 @pytest.mark.parametrize("planned_rows", [0, *PLANNED_ROWS])
-@pytest.mark.parametrize("capability", sorted(SHARED_LIMIT))
+@pytest.mark.parametrize("capability", DEVICES)
 @pytest.mark.parametrize(("keys", "query"), [(BF16, BF16), (BF16, FP8), (FP8, FP8)], ids=lambda kind: kind.name)
 def test_kernel_keeps_within_the_device(
-    capability: int,
-    keys: KeyFormat,
-    query: KeyFormat,
-    planned_rows: int,
-    tmp_path: Path,
-    record_property: Callable[[str, object], None],
+    capability: int, keys: KeyFormat, query: KeyFormat, planned_rows: int, tmp_path: Path
 ) -> None:
-    tile = choose_tile(keys, HEADS, SHARED_LIMIT[capability])
+    device = DEVICES[capability]
+    tile = choose_tile(keys, HEADS, device.shared_bytes)
     kernel = compile_logits(capability, keys, query, tile.stages, planned_rows)
     cubin = tmp_path / "logits.cubin"
     cubin.write_bytes(kernel.asm["cubin"])
-    used = resources(cubin)
-    record_property("shared_bytes", kernel.metadata.shared)
-    record_property("registers", used["registers"])
-    assert kernel.metadata.shared <= tile.shared_bytes <= SHARED_LIMIT[capability]
-    assert used["stack"] == used["local"] == 0, "registers spill"
+    ((_, machine_code),) = resources(cubin).items()
+    used = Resources(kernel.metadata.shared, machine_code.registers, machine_code.stack_bytes)
+    assert used.shared_bytes <= tile.shared_bytes <= device.shared_bytes
+    assert used.stack_bytes == 0, "registers spill"
     # With one program a row, the rest of the rows wait for their turn whatever the number of resident programs.
     resident = tile.programs if planned_rows else 1
-    assert used["registers"] * 32 * WARPS * resident <= REGISTERS_PER_MULTIPROCESSOR, "registers keep programs out"
+    assert used.registers * 32 * WARPS * resident <= device.registers, "registers keep programs out"
+    name = f"logits, {keys.name} keys, {query.name} query, {planned_rows} planned rows, sm_{capability}"
+    compare("triton", name, used)
 
 
 @pytest.mark.parametrize("keys", [BF16, FP8], ids=lambda kind: kind.name)

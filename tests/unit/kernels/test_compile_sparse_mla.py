@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +15,8 @@ from llmfleet_kernels.sparse_mla import _attend, _merge, choose_splits, choose_t
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-# Compute capability: shared memory a block may have, in bytes (CUDA programming guide, table of technical
-# specifications; 1,024 of a multiprocessor's bytes are the system's).
-SHARED_BYTES = {90: 232_448, 120: 101_376}
+from tests.unit.kernels.compiled import DEVICES, Resources, compare, resources  # noqa: E402
+
 POINTERS = {
     "query": "*bf16",
     "window": "*u8",
@@ -56,22 +52,19 @@ def build(kernel: Any, capability: int, constants: dict[str, int], *, warps: int
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
 
 
-def resources(cubin: Path) -> tuple[int, int]:
-    """Return the registers of a thread and its bytes of stack (spilled registers)."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    report = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", report)
-    assert found, report
-    return int(found[1]), int(found[2])
+def measure(built: Any, folder: Path) -> Resources:
+    """Return what a compiled kernel takes."""
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(built.asm["cubin"])
+    ((_, machine_code),) = resources(cubin).items()
+    return Resources(built.metadata.shared, machine_code.registers, machine_code.stack_bytes)
 
 
-@pytest.mark.parametrize("capability", SHARED_BYTES)
+@pytest.mark.parametrize("capability", DEVICES)
 @pytest.mark.parametrize("heads", [16, 64])
 @pytest.mark.parametrize("split", [False, True])
-def test_attend(
-    capability: int, heads: int, split: bool, tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
-    tile = choose_tile(heads, SHARED_BYTES[capability])
+def test_attend(capability: int, heads: int, split: bool, tmp_path: Path) -> None:
+    tile = choose_tile(heads, DEVICES[capability].shared_bytes)
     constants = {
         "WINDOW_PAGE_SLOTS": 256,
         "WINDOW_PAGE_BYTES": 149_760,
@@ -83,39 +76,39 @@ def test_attend(
         "STAGES": tile.stages,
     }
     built = build(_attend, capability, constants, warps=tile.warps)
-    cubin = tmp_path / "attend.cubin"
-    cubin.write_bytes(built.asm["cubin"])
-    registers, stack = resources(cubin)
-    record_property("shared_bytes", built.metadata.shared)
-    record_property("registers", registers)
-    assert built.metadata.shared <= SHARED_BYTES[capability]
-    record_property("stack_bytes", stack)
+    used = measure(built, tmp_path)
+    assert used.shared_bytes <= DEVICES[capability].shared_bytes
+    assert used.registers * 32 * tile.warps <= DEVICES[capability].registers
     # 64 heads take all 255 registers; what does not fit beside them differs between versions of Triton.
-    assert stack == 0 or tile.heads == 64, "registers spill"
+    assert used.stack_bytes == 0 or tile.heads == 64, "registers spill"
     instruction = "wgmma.mma_async" if capability == 90 and heads == 64 else "mma.sync"
     assert instruction in built.asm["ptx"], "on tensor cores"
+    compare("triton", f"sparse MLA, {heads} heads, {'split' if split else 'whole'}, sm_{capability}", used)
 
 
-@pytest.mark.parametrize("capability", SHARED_BYTES)
+@pytest.mark.parametrize("capability", DEVICES)
 @pytest.mark.parametrize("columns", [128, 512])
-def test_merge(capability: int, columns: int) -> None:
+def test_merge(capability: int, columns: int, tmp_path: Path) -> None:
     built = build(_merge, capability, {"SPLITS": 16, "COLUMNS": columns}, warps=columns // 128)
-    assert built.metadata.shared <= SHARED_BYTES[capability]
+    used = measure(built, tmp_path)
+    assert used.shared_bytes <= DEVICES[capability].shared_bytes
+    assert used.stack_bytes == 0
+    compare("triton", f"sparse MLA merge, {columns} columns, sm_{capability}", used)
 
 
-@pytest.mark.parametrize("shared_bytes", SHARED_BYTES.values())
+@pytest.mark.parametrize("shared_bytes", [device.shared_bytes for device in DEVICES.values()])
 @pytest.mark.parametrize(("heads", "block"), [(1, 16), (8, 16), (16, 16), (32, 32)])
 def test_a_tile_holds_all_heads_up_to_32(shared_bytes: int, heads: int, block: int) -> None:
     assert choose_tile(heads, shared_bytes).heads == block
 
 
 def test_a_tile_holds_64_heads_where_shared_memory_allows() -> None:
-    assert choose_tile(64, SHARED_BYTES[90]).heads == 64
-    assert choose_tile(128, SHARED_BYTES[90]).heads == 64
+    assert choose_tile(64, DEVICES[90].shared_bytes).heads == 64
+    assert choose_tile(128, DEVICES[90].shared_bytes).heads == 64
 
 
 def test_splits_fill_the_card_and_no_more() -> None:
-    tile = choose_tile(64, SHARED_BYTES[90])
+    tile = choose_tile(64, DEVICES[90].shared_bytes)
     most = -(-640 // tile.slots)
     assert choose_splits(1, 640, tile, 132) == most, "no program without a tile"
     assert choose_splits(64, 640, tile, 132) == 2, "as many as run at once"

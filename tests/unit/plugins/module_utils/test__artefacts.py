@@ -123,9 +123,12 @@ class TestShippedManifest:
 
     def test_it_holds_the_sets_that_roles_name(self, shipped: dict[str, Any]) -> None:
         assert _artefacts.wheel_sets(shipped) == [
+            "engine-0.5.16-cpu",
+            "engine-0.5.16-cuda",
             "engine-0.5.23-cpu",
             "engine-0.5.23-cuda",
             "gpu_exporter",
+            "kernels",
             "router",
             "uv",
         ]
@@ -133,6 +136,11 @@ class TestShippedManifest:
     @pytest.mark.parametrize(
         ("set_name", "pin"),
         [
+            ("engine-0.5.16-cpu", "sglang==0.5.16"),
+            ("engine-0.5.16-cpu", "torch==2.13.0+cpu"),
+            ("engine-0.5.16-cuda", "sglang==0.5.16"),
+            ("engine-0.5.16-cuda", "torch==2.11.0"),
+            ("engine-0.5.16-cuda", "mooncake-transfer-engine-cuda13==0.3.14"),
             ("engine-0.5.23-cpu", "sglang==0.5.23"),
             ("engine-0.5.23-cpu", "torch==2.13.0+cpu"),
             ("engine-0.5.23-cuda", "sglang==0.5.23"),
@@ -144,6 +152,14 @@ class TestShippedManifest:
     )
     def test_a_set_pins_what_it_is_for(self, shipped: dict[str, Any], set_name: str, pin: str) -> None:
         assert pin in {line.split(" ", 1)[0] for line in _artefacts.requirements(shipped, set_name)}
+
+    @pytest.mark.parametrize("set_name", ["engine-0.5.16-cuda", "engine-0.5.23-cuda"])
+    def test_compiler_and_headers_are_of_one_cuda(self, shipped: dict[str, Any], set_name: str) -> None:
+        """The headers of CCCL refuse a compiler of another CUDA than the runtime's headers."""
+        names = ("cccl", "crt", "nvcc", "nvrtc", "runtime")
+        parts = [f"nvidia-cuda-{name}" for name in names] + ["nvidia-nvvm"]
+        found = {e["name"]: e["version"] for e in _artefacts.wheels(shipped, set_name) if e["name"] in parts}
+        assert {name: version.rsplit(".", 1)[0] for name, version in found.items()} == dict.fromkeys(parts, "13.0")
 
     def test_wheels_fit_the_oldest_target(self, shipped: dict[str, Any]) -> None:
         """Debian 12 has Python 3.11; a wheel for one interpreter must be for that one."""

@@ -3,6 +3,8 @@
 
     <release>/venv/bin/python check_argv.py /etc/llmfleet/plan.json engine|router
 
+With ``-`` for the file the plan, or ``{"instances": [...]}`` of one, is read from standard input.
+
 Abbreviations are switched off: the engine's own parser takes any unambiguous prefix of a flag for the flag, so a wrong
 name would go unnoticed until a new flag makes it ambiguous. Exit status 1 and a line for each rejected command.
 """
@@ -34,8 +36,11 @@ def router_parser() -> Callable[[list[str]], Any]:
 
 def main() -> int:
     plan_file, kind = sys.argv[1:]
-    with open(plan_file, encoding="utf-8") as stream:
-        plan = json.load(stream)
+    if plan_file == "-":
+        plan = json.load(sys.stdin)
+    else:
+        with open(plan_file, encoding="utf-8") as stream:
+            plan = json.load(stream)
     parse = {"engine": engine_parser, "router": router_parser}[kind]()
     wanted = [entry for entry in plan["instances"] if (entry["role"] == "router") == (kind == "router")]
     rejected = 0
