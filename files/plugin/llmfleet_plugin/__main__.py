@@ -29,11 +29,11 @@ def check() -> str:
     if not asked:
         return "no feature is asked for"
     check_version(_engine_version())
-    found = [point for point in entry_points(group=GROUP) if point.name == NAME]
-    if len(found) != 1 or found[0].load() is not load:
+    found = [point.value for point in entry_points(group=GROUP) if point.name == NAME]
+    if found != [f"{load.__module__}:{load.__name__}"]:
         raise FeatureError(
-            f"the entry point {NAME} of {GROUP} is {[point.value for point in found] or 'missing'}; "
-            "expected llmfleet_plugin:load once; rebuild the release"
+            f"the entry point {NAME} of {GROUP} is {', '.join(found) or 'missing'}; "
+            f"expected {load.__module__}:{load.__name__} once; rebuild the release"
         )
     # SGLang skips every plugin that this variable does not name.
     allowed = os.environ.get("SGLANG_PLUGINS", "")

@@ -3,7 +3,12 @@
 
 from __future__ import annotations
 
-from llmfleet_plugin import queue_bound
+from llmfleet_plugin import index_keys, indexer_logits, queue_bound, sparse_mla
 from llmfleet_plugin._feature import Feature
 
-FEATURES: tuple[Feature, ...] = (queue_bound.FEATURE,)
+FEATURES: tuple[Feature, ...] = (
+    indexer_logits.FEATURE,
+    index_keys.FEATURE,
+    sparse_mla.FEATURE,
+    queue_bound.FEATURE,
+)
