@@ -35,6 +35,9 @@ class Engine:
     # How the release stores the 128-wide index keys of DeepSeek V4.
     index_keys: str = "fp8"
     environment: Mapping[str, str] = field(default_factory=dict)
+    # Metrics and labels of the default release that this one does not have.
+    missing_metrics: frozenset[str] = frozenset()
+    missing_labels: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -51,44 +54,105 @@ NO_DEVICE = Device(flags={}, environment={}, release_bytes=0)
 
 # The CPU device runs the engine's own torch paths. float32 and CUDA kernels are out of the question, and the parts of
 # the decode server that would back up retracted requests through CUDA host memory use a CPU tensor instead.
-_CPU_0_5_23 = Device(
-    flags={
-        "": {
-            "attention-backend": "torch_native",
-            "sampling-backend": "pytorch",
-            "cuda-graph-backend-decode": "disabled",
-            "cuda-graph-backend-prefill": "disabled",
-            "disable-overlap-schedule": True,
-            # Without it the scheduler spins: an idle CPU host would use a core per instance.
-            "sleep-on-idle": True,
-        },
-        "decode": {"disaggregation-decode-retraction-backup": "cpu_tensor"},
-    },
+_CPU_FLAGS: Mapping[str, Any] = {
+    "attention-backend": "torch_native",
+    "sampling-backend": "pytorch",
+    "cuda-graph-backend-decode": "disabled",
+    "cuda-graph-backend-prefill": "disabled",
+    "disable-overlap-schedule": True,
+    # Without it the scheduler spins: an idle CPU host would use a core per instance.
+    "sleep-on-idle": True,
+}
+_CPU_0_5_16 = Device(
+    # It always backs up retracted requests through a CPU tensor, and has no flag for it.
+    flags={"": _CPU_FLAGS},
     environment={"SGLANG_USE_CPU_ENGINE": "1"},
     release_bytes=4 * GIB,
 )
-_CUDA_0_5_23 = Device(
+_CPU_0_5_23 = Device(
+    flags={"": _CPU_FLAGS, "decode": {"disaggregation-decode-retraction-backup": "cpu_tensor"}},
+    environment={"SGLANG_USE_CPU_ENGINE": "1"},
+    release_bytes=4 * GIB,
+)
+_CUDA = Device(
     flags={"": {}},
     # CUDA's own default order is "fastest first"; the plan's GPU numbers are the PCI order that NVML uses too.
     environment={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
     release_bytes=16 * GIB,
 )
 
+_TRANSFER_BACKENDS = ("mooncake", "mooncake_tcp", "nixl")
+_ENVIRONMENT: Mapping[str, str] = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "PYTHONUNBUFFERED": "1",
+    # The unit binds the process to its NUMA nodes; a second binding by the engine would replace ours.
+    "SGLANG_AUTO_NUMA_BIND": "0",
+}
+# observability/metrics_collector.py of 0.5.23 less that of 0.5.16.
+_METRICS_SINCE_0_5_16 = frozenset(
+    f"sglang:{name}"
+    for name in [
+        "decode_deferred_kv_release_seconds",
+        "decode_deferred_kv_release_total",
+        "dp_attention_pairs_total",
+        "dp_attention_steps_total",
+        "dp_attention_sync_wait_seconds",
+        "dp_attention_token_imbalance_ratio",
+        "dp_attention_tokens_total",
+        "graph_memory_usage_gb",
+        "hicache_backup_bytes_total",
+        "hicache_backup_dropped_tokens_total",
+        "hicache_backup_duration_seconds",
+        "hicache_backup_tokens_total",
+        "hicache_dropped_tokens_total",
+        "hicache_host_mamba_total_states",
+        "hicache_host_mamba_used_states",
+        "hicache_prefetch_aux_alloc_failed_tokens_total",
+        "kv_cache_memory_usage_gb",
+        "load_back_bytes_total",
+        "max_total_num_tokens_swa",
+        "num_decode_deferred_kv_release_reqs",
+        "num_decode_host_receive_queue_reqs",
+        "num_decode_host_receive_reqs_total",
+        "prealloc_full_token_usage",
+        "prealloc_swa_token_usage",
+        "prefill_effective_tokens_total",
+        "request_time_per_output_token_seconds",
+        "scheduler_idle_seconds_total",
+        "scheduler_process_cpu_seconds_total",
+        "scheduler_stage_seconds_total",
+        "startup_cuda_graph_time_seconds",
+        "startup_time_seconds",
+        "storage_prefetch_deferred_tokens_total",
+        "storage_prefetch_hit_tokens_total",
+        "storage_prefetch_unfulfilled_tokens_total",
+        "weight_memory_usage_gb",
+    ]
+)
+
 ENGINES: Mapping[str, Engine] = {
+    "0.5.16": Engine(
+        version="0.5.16",
+        # It has no /ready. This one says 503 while it starts and while it drains, and else only 200 when the scheduler
+        # answers a request for one token within 20 s; a failed warm-up is not ready until the scheduler does. Unlike
+        # /health it does so whatever SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION is. It takes a second.
+        readiness_route="/health_generate",
+        module="sglang.launch_server",
+        devices={"cpu": _CPU_0_5_16, "cuda": _CUDA},
+        transfer_backends=_TRANSFER_BACKENDS,
+        environment=_ENVIRONMENT,
+        missing_metrics=_METRICS_SINCE_0_5_16,
+        missing_labels=frozenset({"is_streaming"}),
+    ),
     "0.5.23": Engine(
         version="0.5.23",
         # 200 only when the server is up and not draining, and no GPU work; /health generates a token each time.
         readiness_route="/ready",
         module="sglang.launch_server",
-        devices={"cpu": _CPU_0_5_23, "cuda": _CUDA_0_5_23},
-        transfer_backends=("mooncake", "mooncake_tcp", "nixl"),
-        environment={
-            "HF_HUB_OFFLINE": "1",
-            "TRANSFORMERS_OFFLINE": "1",
-            "PYTHONUNBUFFERED": "1",
-            # The unit binds the process to its NUMA nodes; a second binding by the engine would replace ours.
-            "SGLANG_AUTO_NUMA_BIND": "0",
-        },
+        devices={"cpu": _CPU_0_5_23, "cuda": _CUDA},
+        transfer_backends=_TRANSFER_BACKENDS,
+        environment=_ENVIRONMENT,
     ),
 }
 
@@ -109,6 +173,18 @@ ROUTERS: Mapping[str, Router] = {
 
 DEFAULT_ENGINE = "0.5.23"
 DEFAULT_ROUTER = "1.13.0"
+
+# Where the engine's parts keep what they compile at run time: variable -> folder in the release's cache.
+CACHES: Mapping[str, str] = {
+    "CUTE_DSL_CACHE_DIR": "cute_dsl",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+    "SGLANG_CACHE_DIR": "sglang",
+    "SGLANG_DG_CACHE_DIR": "deep_gemm",
+    "TILELANG_CACHE_DIR": "tilelang",
+    "TORCHINDUCTOR_CACHE_DIR": "torchinductor",
+    "TRITON_CACHE_DIR": "triton",
+    "TVM_FFI_CACHE_DIR": "tvm_ffi",
+}
 
 # Flags that the plan writes itself. Setting one of them in plan_engine_args would contradict the plan.
 ENGINE_OWNED_FLAGS = (
