@@ -23,6 +23,7 @@ NODE_FILES = (
     "devices/system/node/node[0-9]*/meminfo",
     "devices/system/node/node[0-9]*/hugepages/hugepages-*kB/nr_hugepages",
     "devices/system/node/node[0-9]*/hugepages/hugepages-*kB/free_hugepages",
+    "module/nvidia/version",
 )
 PCI_FILES = ("vendor", "device", "class", "numa_node", "local_cpulist")
 # PCI base class 03.

@@ -4,19 +4,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ansible.errors import AnsibleFilterError
 from ansible_collections.llmfleet.sglang.plugins.module_utils import (
     _budget,
+    _commands,
+    _features,
     _host_budget,
     _plan,
     _proof,
+    _sources,
     _systemd,
     _wants,
 )
 from ansible_collections.llmfleet.sglang.plugins.module_utils._refusal import RefusalError
 
+# The collection's own files, in a clone and in an installed collection.
+_FILES = str(Path(__file__).resolve().parents[2] / "files")
 _VARIABLES = ("ansible_host", "plan_instances", *_wants.DEFAULTS, *_wants.NEIGHBOURS)
 
 
@@ -37,7 +43,38 @@ def plan(
         raise AnsibleFilterError(
             f"{host} is not among the planned hosts {', '.join(hosts)}: put it into the group sglang"
         )
-    return _plan.make_plan(host, _fleet(hostvars, hosts), artefacts, facts, monitor)
+    fleet = _fleet(hostvars, hosts)
+    return _plan.make_plan(host, fleet, {**artefacts, "sources": _sources_of(fleet)}, facts, monitor)
+
+
+def _sources_of(fleet: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """``{plan_engine_files: {version: {"digest"} or {"error"}}}`` for what the hosts of a fleet ask for."""
+    asked = {
+        (
+            str(variables.get("plan_engine_files") or ""),
+            str(variables.get("plan_engine_version", _wants.DEFAULTS["plan_engine_version"])),
+        )
+        for variables in fleet.values()
+    }
+    found: dict[str, Any] = {}
+    for folder, version in sorted(asked):
+        try:
+            told = {"digest": _commands.digest(_sources.digests(_sources.read_sources(folder or _FILES, version)), 64)}
+        except (OSError, UnicodeDecodeError) as error:
+            told = {"error": str(error)}
+        found.setdefault(folder, {})[version] = told
+    return found
+
+
+def engine_sources(folder: str, version: str) -> dict[str, str]:
+    try:
+        return _sources.read_sources(folder or _FILES, version)
+    except (OSError, UnicodeDecodeError) as error:
+        raise AnsibleFilterError(f"cannot read the engine's plugin, kernels and patches: {error}") from error
+
+
+def feature_findings(instances: Sequence[Mapping[str, Any]], observed: Mapping[str, Any]) -> list[dict[str, str]]:
+    return _features.findings(instances, observed)
 
 
 def hicache_budget(
@@ -95,6 +132,8 @@ class FilterModule:
     def filters(self) -> dict[str, Callable[..., Any]]:
         return {
             "budget_table": budget_table,
+            "engine_sources": engine_sources,
+            "feature_findings": feature_findings,
             "hicache_budget": hicache_budget,
             "hicache_findings": hicache_findings,
             "plan": plan,

@@ -9,14 +9,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ansible_collections.llmfleet.sglang.plugins.module_utils import _budget, _engine, _nodes
+from ansible_collections.llmfleet.sglang.plugins.module_utils import _budget, _capability, _engine, _nodes
 from ansible_collections.llmfleet.sglang.plugins.module_utils._addresses import advertised, group_members
-from ansible_collections.llmfleet.sglang.plugins.module_utils._commands import release_plan
+from ansible_collections.llmfleet.sglang.plugins.module_utils._commands import effective_flags, release_plan
+from ansible_collections.llmfleet.sglang.plugins.module_utils._features import OFF, check_features
+from ansible_collections.llmfleet.sglang.plugins.module_utils._geometry import parse_config
 from ansible_collections.llmfleet.sglang.plugins.module_utils._refusal import RefusalError
 from ansible_collections.llmfleet.sglang.plugins.module_utils._size import show_binary, show_both
 from ansible_collections.llmfleet.sglang.plugins.module_utils._wants import ENGINE_ROLES, ROLES, Wants
 
 SERVICE_USER = "llmfleet"
+# What the prefill and decode servers of a group have to have in common.
+_AGREED = (
+    "plan_engine_version",
+    "plan_device",
+    "plan_transfer_backend",
+    "plan_model_path",
+    "plan_served_model_name",
+)
 
 
 def choice(wants: Wants, name: str, allowed: Iterable[str]) -> None:
@@ -56,6 +66,8 @@ def check_host(wants: Wants, built: bool = True) -> list[RefusalError]:
     if engine is not None:
         attempt(choice, wants, "plan_device", engine.devices)
         attempt(choice, wants, "plan_transfer_backend", engine.transfer_backends)
+    if built:
+        refused += check_features(wants.features, wants["plan_device"])
     if not str(wants["plan_model_path"]).startswith("/"):
         refused.append(
             RefusalError(
@@ -131,17 +143,12 @@ def check_group(fleet: Mapping[str, Wants], group: str, host: str) -> list[Refus
                     f"add a {role} to the group, or correct the group's name on its instances",
                 )
             )
-    for name in (
-        "plan_engine_version",
-        "plan_device",
-        "plan_transfer_backend",
-        "plan_model_path",
-        "plan_served_model_name",
-    ):
+    for name in (*_AGREED, "index_keys of plan_features"):
         values: dict[str, list[str]] = {}
         for role in ENGINE_ROLES:
             for wants, _instance in group_members(fleet, group, role):
-                values.setdefault(str(wants[name]), []).append(wants.host)
+                value = str(wants[name]) if name in _AGREED else wants.features.get("index_keys", OFF)
+                values.setdefault(value, []).append(wants.host)
         if len(values) > 1:
             told = ", ".join(f"{value!r} on {' '.join(sorted(set(hosts)))}" for value, hosts in sorted(values.items()))
             refused.append(
@@ -246,6 +253,41 @@ def check_model(wants: Wants, facts: Mapping[str, Any]) -> list[RefusalError]:
                 )
             ]
     return []
+
+
+def check_gpu(wants: Wants, facts: Mapping[str, Any] | None) -> list[RefusalError]:
+    """What the servers ask for that their GPUs or the loaded driver cannot do.
+
+    The capability is the operator's ``plan_gpu_capability``, else what NVML says of each server's GPUs; where neither
+    tells it is not checked. The driver is looked at only where one is loaded.
+    """
+    version = wants["plan_engine_version"]
+    if wants["plan_device"] != "cuda" or version not in _capability.BACKENDS:
+        return []
+    topology = facts["topology"] if facts is not None else {"gpus": []}
+    driver = topology.get("driver")
+    refused = _capability.check_driver(version, driver) if driver else []
+    seen = {gpu["index"]: (gpu.get("nvml") or {}).get("capability") for gpu in topology["gpus"]}
+    try:
+        config = parse_config(facts.get("model_config")) if facts is not None else None
+    except RefusalError:
+        # Whether the model can be read is told by what needs it.
+        config = None
+    for instance in wants.instances:
+        if instance.role not in ENGINE_ROLES:
+            continue
+        found = [wants["plan_gpu_capability"]] if wants["plan_gpu_capability"] else [seen.get(n) for n in instance.gpus]
+        for capability in sorted({text for text in found if text}):
+            flags = effective_flags(wants, instance)
+            environment = wants["plan_environment"] | instance.environment
+            asked = _capability.check(
+                version, capability, flags, config if isinstance(config, Mapping) else None, wants.features, environment
+            )
+            refused += [
+                RefusalError(error.code, f"{instance.name}: {error.found}", error.expected, error.cure)
+                for error in asked
+            ]
+    return refused
 
 
 def check_disk(wants: Wants, artefacts: Mapping[str, Any], facts: Mapping[str, Any]) -> list[RefusalError]:

@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ansible_collections.llmfleet.sglang.plugins.module_utils import _engine, _nodes
+from ansible_collections.llmfleet.sglang.plugins.module_utils import _engine, _features, _nodes
 from ansible_collections.llmfleet.sglang.plugins.module_utils._addresses import group_members, metrics_host, url
 from ansible_collections.llmfleet.sglang.plugins.module_utils._artefacts import (
     UnknownSetError,
@@ -20,7 +20,13 @@ from ansible_collections.llmfleet.sglang.plugins.module_utils._artefacts import 
     wheel_sets,
 )
 from ansible_collections.llmfleet.sglang.plugins.module_utils._refusal import RefusalError
-from ansible_collections.llmfleet.sglang.plugins.module_utils._wants import ENGINE_ROLES, Instance, Wants, flag_value
+from ansible_collections.llmfleet.sglang.plugins.module_utils._wants import (
+    ENGINE_ROLES,
+    Instance,
+    Wants,
+    flag_value,
+    integer,
+)
 
 
 def canonical(data: Any) -> str:
@@ -53,9 +59,23 @@ def render_flags(flags: Mapping[str, Any]) -> list[str]:
     return argv
 
 
-def release_id(wants: Wants, lines: Sequence[str]) -> str:
-    """The name of a release: a hash over its exact requirements and the interpreter they are installed for."""
-    return digest({"requirements": sorted(lines), "python": wants["plan_python"]}, 12)
+def release_id(wants: Wants, lines: Sequence[str], sources: str = "") -> str:
+    """The name of a release: a hash over its exact requirements, the interpreter they are installed for, and the
+    plugin, kernels and patches (``sources``, their digest)."""
+    return digest({"requirements": sorted(lines), "python": wants["plan_python"], "sources": sources}, 12)
+
+
+def _sources(wants: Wants, artefacts: Mapping[str, Any]) -> str:
+    """The digest of the engine's plugin, kernels and patches. Raises RefusalError where they cannot be read."""
+    read = artefacts.get("sources", {}).get(wants["plan_engine_files"], {}).get(wants["plan_engine_version"], {})
+    if "error" in read:
+        raise RefusalError(
+            "engine_files",
+            f"plan_engine_files {wants['plan_engine_files']!r}: {read['error']}",
+            "a folder like files/ of this collection, on the controller",
+            "correct plan_engine_files, or leave it out to use the collection's own",
+        )
+    return str(read.get("digest", ""))
 
 
 def release_plan(wants: Wants, artefacts: Mapping[str, Any], kind: str) -> dict[str, str]:
@@ -73,7 +93,7 @@ def release_plan(wants: Wants, artefacts: Mapping[str, Any], kind: str) -> dict[
             f"one of {', '.join(wheel_sets(artefacts))}",
             "choose a version and device the manifest has, or add the set to files/artefacts.yml with its digests",
         ) from error
-    release = release_id(wants, lines)
+    release = release_id(wants, lines, _sources(wants, artefacts) if kind == "engine" else "")
     path = f"{wants['plan_root']}/{folder}/{release}"
     return {
         "version": version,
@@ -82,6 +102,7 @@ def release_plan(wants: Wants, artefacts: Mapping[str, Any], kind: str) -> dict[
         "set": name,
         "python": f"{path}/venv/bin/python",
         "base_python": wants["plan_python"],
+        "cache": f"/var/cache/llmfleet/releases/{release}",
     }
 
 
@@ -98,10 +119,31 @@ def effective_flags(wants: Wants, instance: Instance) -> dict[str, Any]:
         "disaggregation-mode": instance.role,
         "disaggregation-transfer-backend": wants["plan_transfer_backend"],
         "enable-metrics": True,
-        "model-path": wants["plan_model_path"],
+        "model-path": served_path(wants),
         "served-model-name": served_name(wants),
         "tp-size": instance.tp_size,
     }
+
+
+def ranks(wants: Wants, instance: Instance) -> int:
+    """How many scheduler processes a server has: each pipeline stage of each replica has ``tp-size`` of them. Attention
+    in data parallel groups divides those, and adds none."""
+    if instance.role not in ENGINE_ROLES:
+        return 0
+    flags = effective_flags(wants, instance)
+    stages = integer(flags.get("pp-size", flags.get("pipeline-parallel-size", 1)), "pp-size")
+    replicas = integer(flags.get("dp-size", flags.get("data-parallel-size", 1)), "dp-size")
+    divided = any(flag_value(flags.get(name)) is True for name in ("enable-dp-attention",)) or "attn-dp-size" in flags
+    return instance.tp_size * stages * (1 if divided else replicas)
+
+
+def served_path(wants: Wants) -> str:
+    """The folder that servers load: the model's, or its overlay with the operator's generation defaults, which is named
+    by what is in it, so that another one never changes under a running server."""
+    if not wants["plan_generation_config"]:
+        return str(wants["plan_model_path"])
+    name = digest({"model": wants["plan_model_path"], "generation_config": wants["plan_generation_config"]}, 12)
+    return f"{wants['plan_root']}/overlays/{name}"
 
 
 def served_name(wants: Wants) -> str:
@@ -143,6 +185,7 @@ def group_revision(fleet: Mapping[str, Wants], group: str, artefacts: Mapping[st
         "releases": sorted({release_plan(wants, artefacts, "engine")["release"] for wants, _i in members}),
         "flags": sorted({canonical(effective_flags(wants, instance)) for wants, instance in members}),
         "environment": sorted({canonical(wants["plan_environment"] | i.environment) for wants, i in members}),
+        "features": sorted({canonical(wants.features) for wants, _i in members}),
     }
     return digest(agreed, 12)
 
@@ -187,19 +230,37 @@ def bound_text(wants: Wants, found: _nodes.NodeSet) -> str:
     return f"CPUs of node {cpus}, memory of node {memory} {kept} ({policy}, by {wants['plan_numa_binder']})"
 
 
-def instance_environment(wants: Wants, instance: Instance) -> dict[str, str]:
-    """The environment of a unit, its fingerprint not yet in it. Cache folders are the instance's own: HOME is made by
-    systemd (CacheDirectory=), and the metrics folder is emptied at each start (RuntimeDirectory=)."""
-    cache = f"/var/cache/llmfleet/{instance.name}"
-    found = {"HOME": cache, "LLMFLEET_INSTANCE": instance.name}
+def instance_environment(
+    wants: Wants, instance: Instance, release: Mapping[str, str], jobs: int | None
+) -> dict[str, str]:
+    """The environment of a unit, its fingerprint not yet in it.
+
+    HOME is the instance's own, made by systemd (CacheDirectory=), and the metrics folder is emptied at each start
+    (RuntimeDirectory=). What the release compiles is kept with the release, for all its servers. ``jobs`` is how many
+    compilers one server may run at once, None where it is not known.
+    """
+    found = {"HOME": f"/var/cache/llmfleet/{instance.name}", "LLMFLEET_INSTANCE": instance.name}
     if instance.role in ENGINE_ROLES:
-        engine = _engine.ENGINES[wants["plan_engine_version"]]
-        found |= engine.environment
-        found |= engine.devices[wants["plan_device"]].environment
+        found |= engine_environment(wants, release)
         found["PROMETHEUS_MULTIPROC_DIR"] = f"/run/llmfleet/{instance.name}/metrics"
-        for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE"):
-            found[name] = f"{cache}/{name.lower().split('_', 1)[0]}"
+        if jobs is not None and wants["plan_device"] == "cuda":
+            found["MAX_JOBS"] = str(jobs)
         if instance.gpus:
             found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, instance.gpus))
         found |= wants["plan_environment"]
+        found[_features.FOLDER] = f"/run/llmfleet/{instance.name}/features"
+        found |= _features.environment(wants.features)
     return found | instance.environment
+
+
+def engine_environment(wants: Wants, release: Mapping[str, str]) -> dict[str, str]:
+    """What every process of the engine needs, a server's as well as a check's: the version's and the device's
+    variables, and where the release keeps what it compiles and finds its compilers."""
+    engine = _engine.ENGINES[wants["plan_engine_version"]]
+    found = {**engine.environment, **engine.devices[wants["plan_device"]].environment}
+    found |= {name: f"{release['cache']}/{folder}" for name, folder in sorted(_engine.CACHES.items())}
+    if wants["plan_device"] == "cuda":
+        folder = release["dir"]
+        found["CUDA_HOME"] = f"{folder}/cuda"
+        found["PATH"] = f"{folder}/venv/bin:{folder}/cuda/bin:/usr/local/bin:/usr/bin:/bin"
+    return found

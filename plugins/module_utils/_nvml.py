@@ -55,6 +55,7 @@ def about(index):
         "memory_affinity": words("nvmlDeviceGetMemoryAffinity", handle, 16, 0),
         "cpu_affinity": words("nvmlDeviceGetCpuAffinity", handle, 128),
         "numa_node": ask("nvmlDeviceGetNumaNodeId", handle),
+        "capability": ask("nvmlDeviceGetCudaComputeCapability", handle),
     }
 
 
@@ -77,9 +78,9 @@ class NvmlError(Exception):
 def read_nvml(python: str, environment: Mapping[str, str] | None = None, timeout_s: float = 30) -> list[dict[str, Any]]:
     """What NVML says, one entry for each GPU that it counts, in its own order.
 
-    ``{pci, uuid, name, memory_total, memory_affinity[], cpu_affinity[], numa_node, driver}``: the PCI address as sysfs
-    writes it, bytes, ids of nodes, CPUs, and NVML's own NUMA id of the GPU. What NVML does not answer is None or [];
-    a GPU that is lost answers nothing at all.
+    ``{pci, uuid, name, memory_total, memory_affinity[], cpu_affinity[], numa_node, capability, driver}``: the PCI
+    address as sysfs writes it, bytes, ids of nodes, CPUs, NVML's own NUMA id of the GPU, and its compute capability
+    such as "9.0". What NVML does not answer is None or []; a GPU that is lost answers nothing at all.
 
     ``python`` is the interpreter that has nvidia-ml-py, ``environment`` is added to this process's own. Raises
     NvmlError where the interpreter, nvidia-ml-py, the library or the driver is missing, and where there is no answer
@@ -149,6 +150,7 @@ def _entry(raw: Mapping[str, Any]) -> dict[str, Any]:
         "cpu_affinity": members(raw.get("cpu_affinity")),
         # A GPU without a node of its own says that it does not support the question, or -1.
         "numa_node": _whole(raw.get("numa_node"), 0),
+        "capability": _capability(raw.get("capability")),
         "driver": _text(raw.get("driver")),
     }
 
@@ -174,6 +176,12 @@ def merge(gpus: Sequence[Mapping[str, Any]], nvml: Sequence[Mapping[str, Any]]) 
 def _whole(value: Any, least: int) -> int | None:
     # NVML writes "not available" as the largest unsigned number.
     return value if isinstance(value, int) and least <= value < 2**63 else None
+
+
+def _capability(value: Any) -> str | None:
+    """``[9, 0]`` as NVML answers -> ``"9.0"``."""
+    pair = isinstance(value, list) and len(value) == 2 and all(_whole(number, 0) is not None for number in value)
+    return f"{value[0]}.{value[1]}" if pair else None
 
 
 def _text(value: Any) -> str | None:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ansible_collections.llmfleet.sglang.plugins.module_utils import _engine, _nodes
+from ansible_collections.llmfleet.sglang.plugins.module_utils import _engine, _nodes, _sources
 from ansible_collections.llmfleet.sglang.plugins.module_utils._addresses import (
     advertised,
     bracketed,
@@ -27,6 +27,7 @@ from ansible_collections.llmfleet.sglang.plugins.module_utils._addresses import 
 )
 from ansible_collections.llmfleet.sglang.plugins.module_utils._checks import (
     check_disk,
+    check_gpu,
     check_group,
     check_host,
     check_memory,
@@ -40,15 +41,20 @@ from ansible_collections.llmfleet.sglang.plugins.module_utils._commands import (
     bound_text,
     digest,
     engine_argv,
+    engine_environment,
     group_revision,
     instance_environment,
+    ranks,
     release_plan,
     router_argv,
     served_name,
+    served_path,
     unit_settings,
 )
 from ansible_collections.llmfleet.sglang.plugins.module_utils._host_budget import host_budget, node_sets
+from ansible_collections.llmfleet.sglang.plugins.module_utils._overlay import GENERATION_FILE
 from ansible_collections.llmfleet.sglang.plugins.module_utils._refusal import RefusalError
+from ansible_collections.llmfleet.sglang.plugins.module_utils._release import jobs
 from ansible_collections.llmfleet.sglang.plugins.module_utils._wants import (
     ENGINE_ROLES,
     ROLES,
@@ -68,9 +74,11 @@ def _instance_plan(
     artefacts: Mapping[str, Any],
     nodes: _nodes.NodeSet,
     cache: Mapping[str, Any] | None,
+    jobs: int | None,
     monitor: str,
 ) -> dict[str, Any]:
-    """One instance; ``cache`` is its part of the host's budget, None where there is none."""
+    """One instance; ``cache`` is its part of the host's budget, None where there is none; ``jobs`` see
+    ``instance_environment``."""
     release = release_plan(wants, artefacts, "router" if instance.role == "router" else "engine")
     if instance.role == "router":
         argv = router_argv(wants, instance, fleet, release["dir"], monitor)
@@ -79,7 +87,7 @@ def _instance_plan(
     revision = group_revision(fleet, instance.group, artefacts)
     bind = binding(wants, nodes)
     settings = unit_settings(wants, nodes, cache["memory_max"] if cache else None)
-    environment = instance_environment(wants, instance) | {"LLMFLEET_REVISION": revision}
+    environment = instance_environment(wants, instance, release, jobs) | {"LLMFLEET_REVISION": revision}
     # Settings only where there are some: a host without HiCache keeps the fingerprint it has always had.
     ran_with = {"argv": bind + argv, "environment": environment} | ({"settings": settings} if settings else {})
     fingerprint = digest(ran_with, 16)
@@ -89,6 +97,8 @@ def _instance_plan(
         "group": instance.group,
         "unit": instance.unit,
         "gpus": instance.gpus,
+        "ranks": ranks(wants, instance),
+        "features": {} if instance.role == "router" else wants.features,
         "nodes": nodes.nodes,
         "memory_nodes": nodes.memory_nodes,
         "binding": bind,
@@ -107,6 +117,7 @@ def _instance_plan(
         },
         "ports": instance.ports,
         "release_dir": release["dir"],
+        "python": release["python"],
         "fingerprint": fingerprint,
         "revision": revision,
     }
@@ -194,7 +205,7 @@ def make_plan(
         "address": wants.address,
         "engine": {},
         "router": {},
-        "model": {"path": wants["plan_model_path"], "served_name": ""},
+        "model": {"path": wants["plan_model_path"], "served_path": "", "served_name": "", "changes": {}},
         "gpus": []
         if facts is None
         else [{"index": gpu["index"], "pci": gpu["pci"]} for gpu in facts["topology"]["gpus"]],
@@ -229,17 +240,28 @@ def _fill(
             "device": wants["plan_device"],
             "readiness_route": engine.readiness_route,
         }
+        plan["engine"] |= {
+            "environment": engine_environment(wants, plan["engine"]) | wants["plan_environment"],
+            "files": wants["plan_engine_files"],
+            "packages": list(_sources.PACKAGES),
+            "patches": _sources.PATCHES,
+        }
         plan["router"] = release_plan(wants, artefacts, "router")
         plan["scrape"] = scrape_targets({wants.host: wants}, monitor)
         groups = sorted({instance.group for instance in wants.instances})
         plan["groups"] = {group: _group_plan(fleet, group, artefacts) for group in groups}
     except RefusalError as error:
         return [error]
-    plan["model"]["served_name"] = served_name(wants)
+    plan["model"] |= {"served_name": served_name(wants), "served_path": served_path(wants)}
+    if wants["plan_generation_config"]:
+        plan["model"]["changes"] = {GENERATION_FILE: wants["plan_generation_config"]}
     # Without facts nothing is known to bind to.
     sets = {instance.name: _nodes.NodeSet([], []) for instance in wants.instances}
-    if facts is not None:
+    if facts is None:
+        refused = check_gpu(wants, None)
+    else:
         sets, refused = node_sets(wants, facts["topology"])
+        refused += check_gpu(wants, facts)
         refused += _check_facts(wants, artefacts, facts)
         if not refused:
             plan["budget"], refused = host_budget(
@@ -252,7 +274,14 @@ def _fill(
         try:
             plan["instances"].append(
                 _instance_plan(
-                    wants, instance, fleet, artefacts, sets[instance.name], caches.get(instance.name), monitor
+                    wants,
+                    instance,
+                    fleet,
+                    artefacts,
+                    sets[instance.name],
+                    caches.get(instance.name),
+                    _jobs(sets[instance.name], facts),
+                    monitor,
                 )
             )
         except RefusalError as error:
@@ -261,6 +290,19 @@ def _fill(
     if facts is not None and not refused:
         refused = check_memory(plan["budget"], facts)
     return refused
+
+
+def _jobs(nodes: _nodes.NodeSet, facts: Mapping[str, Any] | None) -> int | None:
+    """How many compilers a server may run at once: a quarter of its nodes' memory has to be enough for them.
+
+    Compilers run when a server starts with kernels that the release's cache lacks, and they are bound as it is.
+    """
+    if facts is None:
+        return None
+    found = [
+        node for node in facts["topology"]["nodes"] if not nodes or node["id"] in (*nodes.nodes, *nodes.memory_nodes)
+    ]
+    return jobs(sum(node["mem_total"] for node in found) // 4, sum(len(node["cpus"]) for node in found))
 
 
 def _check_facts(wants: Wants, artefacts: Mapping[str, Any], facts: Mapping[str, Any]) -> list[RefusalError]:
@@ -283,11 +325,14 @@ def _model_size(wants: Wants, facts: Mapping[str, Any]) -> int | None:
 def _warnings(wants: Wants) -> list[str]:
     found = []
     for instance in wants.instances:
-        if instance.role in ENGINE_ROLES and "max-queued-requests" in wants["plan_engine_args"] | instance.args:
+        if instance.role not in ENGINE_ROLES:
+            continue
+        bounded = "max-queued-requests" in wants["plan_engine_args"] | instance.args
+        if bounded and "queue_bound" not in wants.features:
             found.append(
                 f"{instance.name}: max-queued-requests has no effect on a {instance.role} server of SGLang "
-                f"{wants['plan_engine_version']}; bound the queue at the router with max-concurrent-requests "
-                "and queue-size"
+                f"{wants['plan_engine_version']} without the feature queue_bound; set it on in plan_features, "
+                "or bound the queue at the router with max-concurrent-requests and queue-size"
             )
     return found
 

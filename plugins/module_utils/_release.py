@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build an immutable release folder: a virtual environment from pinned requirements, complete or not there at all.
+"""Build an immutable release folder: wheels, own packages, patches, proven; complete or not there at all.
 
 A release is complete when its ``manifest.json`` exists, which is written last; a folder without one is the rest of an
 interrupted build and is built again. Runs on the target with the standard library only. PRIVATE to the collection.
@@ -7,14 +7,28 @@ interrupted build and is built again. Runs on the target with the standard libra
 
 from __future__ import annotations
 
+import fcntl
+import glob
+import hashlib
 import json
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TextIO
+
+from ansible_collections.llmfleet.sglang.plugins.module_utils import _patch
 
 MANIFEST = "manifest.json"
+PATCH_MANIFEST = "manifest.json"
+#: The CUDA toolkit of a release that has one, in its folder.
+CUDA = "cuda"
+#: Memory that one compiler of CUDA templates is given; MAX_JOBS is bounded by it.
+BYTES_A_JOB = 4 * 1024**3
+#: In the arguments of a check, the release's folder.
+HERE = "{release}"
 
 
 class BuildError(Exception):
@@ -25,9 +39,28 @@ class BuildError(Exception):
         self.step, self.log, self.tail = step, log, tail
 
 
+class BusyError(Exception):
+    """Another build holds the folder of the releases."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """A command that has to end with status 0 before a release is complete. ``user`` is who runs it, as services do."""
+
+    name: str
+    argv: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    user: str = ""
+
+
 @dataclass(frozen=True)
 class Release:
-    """What to build. ``requirements`` and ``installer`` are lines ``name==version --hash=sha256:...``."""
+    """What to build.
+
+    ``requirements`` and ``installer`` are lines ``name==version --hash=sha256:...``. ``sources`` maps paths to texts
+    that become ``src/``; ``packages`` are folders in it that are installed, ``patches`` the folder in it with the
+    patches and their manifest.
+    """
 
     root: str
     id: str
@@ -36,7 +69,10 @@ class Release:
     wheelhouse: str = ""
     index_url: str = ""
     python: str = "/usr/bin/python3"
-    source: str = ""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    packages: Sequence[str] = ()
+    patches: str = ""
+    checks: Sequence[Check] = ()
 
     @property
     def path(self) -> str:
@@ -59,46 +95,58 @@ def _from_where(release: Release) -> list[str]:
 
 
 def steps(release: Release) -> list[tuple[str, list[str]]]:
-    """The commands that build a release, each with a name for people.
+    """The commands that install a release, each with a name for people.
 
     Digests are required and nothing is resolved, so exactly the pinned wheels are installed. uv unpacks a large engine
-    several times faster than pip; it lies beside the environment, not in it. Byte code is compiled now because the
-    service user may not write into the release.
+    several times faster than pip; it lies beside the environment, not in it. It also brings the build back-end of our
+    own packages, so that no index is asked for one. Byte code is compiled now because the service user may not write
+    into the release.
     """
     venv = os.path.join(release.path, "venv")
     where = _from_where(release)
     pinned = ["--no-deps", "--require-hashes", "--only-binary=:all:"]
     found = [("create the virtual environment", [release.python, "-m", "venv", venv])]
     pip = [f"{venv}/bin/python", "-m", "pip", "--disable-pip-version-check", "--no-input", "install"]
-    if release.installer:
-        uv = os.path.join(release.path, "uv")
-        found.append(
-            ("install uv", [*pip, *where, *pinned, f"--target={uv}", f"--requirement={release.path}/installer.txt"])
+    if not release.installer:
+        wanted = f"--requirement={release.path}/requirements.txt"
+        return [*found, ("install the pinned packages", [*pip, *where, *pinned, wanted])]
+    uv = os.path.join(release.path, "uv")
+    install = [
+        f"{uv}/bin/uv",
+        "pip",
+        "install",
+        "--no-config",
+        f"--python={venv}/bin/python",
+        "--no-cache",
+        "--compile-bytecode",
+        "--no-deps",
+    ]
+    found.append(
+        ("install uv", [*pip, *where, *pinned, f"--target={uv}", f"--requirement={release.path}/installer.txt"])
+    )
+    found.append(
+        (
+            "install the pinned packages",
+            [*install, "--no-build", "--require-hashes", *where, f"--requirement={release.path}/requirements.txt"],
         )
-        found.append(
-            (
-                "install the pinned packages",
-                [
-                    f"{uv}/bin/uv",
-                    "pip",
-                    "install",
-                    "--no-config",
-                    f"--python={venv}/bin/python",
-                    "--no-build",
-                    "--no-cache",
-                    "--compile-bytecode",
-                    "--no-deps",
-                    "--require-hashes",
-                    *where,
-                    f"--requirement={release.path}/requirements.txt",
-                ],
-            )
-        )
-    else:
-        found.append(
-            ("install the pinned packages", [*pip, *where, *pinned, f"--requirement={release.path}/requirements.txt"])
-        )
+    )
+    if release.packages:
+        folders = [os.path.join(release.path, "src", name) for name in release.packages]
+        found.append(("install our own packages", [*install, "--offline", "--no-index", *folders]))
     return found
+
+
+def jobs(memory: int, cpus: int) -> int:
+    """How many compilers may run at once: one for each CPU, but no more than ``memory`` bytes are enough for."""
+    return max(1, min(cpus, memory // BYTES_A_JOB))
+
+
+def _memory_available() -> int:
+    with open("/proc/meminfo", encoding="ascii") as stream:
+        for line in stream:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 0
 
 
 def _write_lines(path: str, lines: Sequence[str]) -> None:
@@ -106,32 +154,123 @@ def _write_lines(path: str, lines: Sequence[str]) -> None:
         stream.writelines(f"{line}\n" for line in lines)
 
 
+def _write_sources(release: Release) -> None:
+    for name, text in release.sources.items():
+        path = os.path.join(release.path, "src", name)
+        os.makedirs(os.path.dirname(path), mode=0o755, exist_ok=True)
+        with open(path, "w", encoding="utf-8") as stream:
+            stream.write(text)
+
+
+def _site_packages(release: Release) -> str:
+    return glob.glob(os.path.join(release.path, "venv", "lib", "python3*", "site-packages"))[0]
+
+
+def _link_cuda(release: Release) -> None:
+    """``cuda`` in the release leads to the compiler and headers that NVIDIA's wheels bring, whatever Python's version;
+    compilers look for libraries in ``lib64``, which the wheels call ``lib``."""
+    toolkits = glob.glob(os.path.join(release.path, "venv/lib/python3*/site-packages/nvidia/cu[0-9]*"))
+    if len(toolkits) == 1:
+        os.symlink(os.path.relpath(toolkits[0], release.path), os.path.join(release.path, CUDA))
+        if not os.path.exists(os.path.join(toolkits[0], "lib64")):
+            os.symlink("lib", os.path.join(toolkits[0], "lib64"))
+
+
+def _patches(release: Release) -> list[dict[str, str]]:
+    """The patch manifest's entries: ``{file, patch, before, after, why}``, ``file`` below site-packages."""
+    if not release.patches:
+        return []
+    found: list[dict[str, str]] = json.loads(release.sources[f"{release.patches}/{PATCH_MANIFEST}"])["patches"]
+    return found
+
+
+def _run(name: str, command: Sequence[str], log: TextIO, environment: Mapping[str, str], user: str) -> None:
+    """Run one command into the log. Raises _StepError."""
+    log.write(f"== {name}: {' '.join(command)}\n")
+    log.flush()
+    options: dict[str, Any] = {}
+    if user and os.geteuid() == 0:
+        options = {"user": user, "group": user, "extra_groups": [], "cwd": "/"}
+    try:
+        result = subprocess.run(
+            list(command), stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False, env=environment, **options
+        )
+    except (OSError, LookupError) as error:
+        raise _StepError(name, str(error)) from error
+    if result.returncode:
+        raise _StepError(name, f"exit status {result.returncode}")
+
+
+class _StepError(Exception):
+    def __init__(self, step: str, why: str) -> None:
+        super().__init__(why)
+        self.step = step
+
+
+def _build_steps(release: Release, log: TextIO) -> None:
+    environment = {**os.environ, "MAX_JOBS": str(jobs(_memory_available(), os.cpu_count() or 1))}
+    _write_lines(os.path.join(release.path, "requirements.txt"), release.requirements)
+    _write_lines(os.path.join(release.path, "installer.txt"), release.installer)
+    _write_sources(release)
+    for name, command in steps(release):
+        _run(name, command, log, environment, "")
+    _link_cuda(release)
+    for entry in _patches(release):
+        log.write(f"== patch {entry['file']}\n")
+        try:
+            _patch.apply(_site_packages(release), entry, release.sources[f"{release.patches}/{entry['patch']}"])
+        except _patch.PatchError as error:
+            raise _StepError(f"patch {entry['file']}", str(error)) from error
+    for check in release.checks:
+        argv = [word.replace(HERE, release.path) for word in check.argv]
+        own = {name: value.replace(HERE, release.path) for name, value in check.environment.items()}
+        _run(check.name, argv, log, environment | own, check.user)
+
+
+@contextmanager
+def _only_builder(root: str) -> Iterator[None]:
+    """Hold the folder of the releases; a build that was killed lets go of it. Raises BusyError."""
+    with open(os.path.join(root, ".lock"), "a", encoding="ascii") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise BusyError(
+                f"another run is building in {root}; expected to be the only one; wait for it and run again"
+            ) from error
+        yield
+
+
 def build(release: Release) -> None:
-    """Build the release from nothing. Raises BuildError and leaves only the log when a step fails."""
+    """Build the release from nothing. Raises BuildError and leaves only the log when a step fails; BusyError."""
     os.makedirs(release.root, mode=0o755, exist_ok=True)
+    with _only_builder(release.root):
+        # Who held the lock before may have built the very same.
+        if not is_complete(release.path):
+            _build(release)
+
+
+def _build(release: Release) -> None:
     if os.path.isdir(release.path):
         shutil.rmtree(release.path)
     os.mkdir(release.path, 0o755)
-    _write_lines(os.path.join(release.path, "requirements.txt"), release.requirements)
-    _write_lines(os.path.join(release.path, "installer.txt"), release.installer)
-    with open(release.log, "w", encoding="utf-8") as log:
-        for name, command in steps(release):
-            log.write(f"== {name}: {' '.join(command)}\n")
-            log.flush()
+    try:
+        with open(release.log, "w", encoding="utf-8") as log:
             try:
-                result = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False)
-                failed = result.returncode != 0
-            except OSError as error:
+                _build_steps(release, log)
+            except _StepError as error:
                 log.write(f"{error}\n")
-                failed = True
-            if failed:
-                log.flush()
-                shutil.rmtree(release.path)
-                with open(release.log, encoding="utf-8", errors="replace") as written:
-                    raise BuildError(name, release.log, "".join(written.readlines()[-15:]))
-    if release.source:
-        shutil.copytree(release.source, os.path.join(release.path, "src"))
-    manifest = {"id": release.id, "python": release.python, "requirements": sorted(release.requirements)}
+                raise
+    except _StepError as error:
+        shutil.rmtree(release.path)
+        with open(release.log, encoding="utf-8", errors="replace") as written:
+            raise BuildError(error.step, release.log, "".join(written.readlines()[-15:])) from error
+    manifest = {
+        "id": release.id,
+        "python": release.python,
+        "requirements": sorted(release.requirements),
+        "files": dict(sorted(_digests(release).items())),
+        "checks": [check.name for check in release.checks],
+    }
     partial = os.path.join(release.path, f"{MANIFEST}.partial")
     with open(partial, "w", encoding="utf-8") as stream:
         json.dump(manifest, stream, indent=1, sort_keys=True)
@@ -139,3 +278,117 @@ def build(release: Release) -> None:
         os.fsync(stream.fileno())
     os.rename(partial, os.path.join(release.path, MANIFEST))
     os.remove(release.log)
+
+
+def _digests(release: Release) -> dict[str, str]:
+    """Digest of every file that is ours or was patched, by its path in the release."""
+    paths = [os.path.join("src", name) for name in release.sources]
+    if release.patches:
+        site = os.path.relpath(_site_packages(release), release.path)
+        paths += [os.path.join(site, entry["file"]) for entry in _patches(release)]
+    return {path: _sha256(os.path.join(release.path, path)) for path in paths}
+
+
+def _sha256(path: str) -> str:
+    with open(path, "rb") as stream:
+        return hashlib.sha256(stream.read()).hexdigest()
+
+
+def changed_files(path: str) -> list[str]:
+    """Files of a complete release, by their path in it, that are no longer what was built; empty when all is well."""
+    with open(os.path.join(path, MANIFEST), encoding="utf-8") as stream:
+        expected: dict[str, str] = json.load(stream).get("files", {})
+    return [
+        name
+        for name, digest in expected.items()
+        if not os.path.isfile(os.path.join(path, name)) or _sha256(os.path.join(path, name)) != digest
+    ]
+
+
+def unused(found: Mapping[str, float], named: Iterable[str], keep: int) -> list[str]:
+    """Which releases to remove: of those that are not named, all but the ``keep`` newest.
+
+    ``found`` maps a release's folder to when it was completed, in seconds; ``named`` are those that a unit names or a
+    process uses, which are kept whatever their age.
+    """
+    idle = sorted(set(found) - set(named), key=lambda path: (-found[path], path))
+    return sorted(idle[keep:])
+
+
+@dataclass(frozen=True)
+class Prune:
+    """What to look at when old releases are removed; see the module ``release_prune``."""
+
+    root: str
+    keep: int
+    protect: Sequence[str] = ()
+    references: Sequence[str] = ()
+    caches: str = ""
+    proc: str = "/proc"
+
+
+def prune(wanted: Prune, dry: bool) -> tuple[list[str], dict[str, str]]:
+    """Remove what nothing uses: ``(removed folders, {folder in use: what uses it})``. Raises BusyError, OSError."""
+    if not os.path.isdir(wanted.root):
+        return [], {}
+    with _only_builder(wanted.root):
+        folders = [entry.path for entry in os.scandir(wanted.root) if entry.is_dir(follow_symlinks=False)]
+        complete = {
+            path: os.stat(os.path.join(path, MANIFEST)).st_mtime for path in sorted(folders) if is_complete(path)
+        }
+        used = {os.path.join(wanted.root, name): "protected" for name in wanted.protect}
+        used |= _named(folders, wanted.references) | _running(folders, wanted.proc)
+        removed = unused(complete, used, wanted.keep)
+        removed += sorted(path for path in folders if path not in complete and path not in used)
+        for path in [] if dry else removed:
+            # First what makes it complete, so that an interrupted removal leaves no broken release.
+            if path in complete:
+                os.remove(os.path.join(path, MANIFEST))
+            shutil.rmtree(path)
+            if wanted.caches:
+                shutil.rmtree(os.path.join(wanted.caches, os.path.basename(path)), ignore_errors=True)
+    return removed, {path: why for path, why in used.items() if path in folders}
+
+
+def _named(folders: Sequence[str], references: Sequence[str]) -> dict[str, str]:
+    """``{folder: file}`` of the folders that a unit or environment file, or a drop-in of one, names."""
+    found: dict[str, str] = {}
+    for top in references:
+        for parent, _folders, files in os.walk(top):
+            for name in sorted(files):
+                if not name.endswith((".service", ".conf", ".env", ".timer")):
+                    continue
+                path = os.path.join(parent, name)
+                with open(path, encoding="utf-8", errors="replace") as stream:
+                    text = stream.read()
+                found |= {folder: path for folder in folders if f"{folder}/" in text}
+    return found
+
+
+def _target(link: str) -> str:
+    """Where a link leads; nowhere when it went meanwhile, as open files do."""
+    try:
+        return os.readlink(link)
+    except FileNotFoundError:
+        return ""
+
+
+def _running(folders: Sequence[str], proc: str) -> dict[str, str]:
+    """``{folder: process}`` of the folders that a process has files of: mapped, open, as program or as working folder.
+
+    A process that ends while it is looked at uses nothing any more.
+    """
+    found: dict[str, str] = {}
+    for pid in sorted(name for name in os.listdir(proc) if name.isdigit()):
+        texts: list[str] = []
+        try:
+            with open(f"{proc}/{pid}/maps", encoding="utf-8", errors="replace") as stream:
+                texts.append(stream.read())
+            names = ["exe", "cwd", *(f"fd/{number}" for number in os.listdir(f"{proc}/{pid}/fd"))]
+            texts += [f"{_target(f'{proc}/{pid}/{name}')}/" for name in names]
+        except (FileNotFoundError, ProcessLookupError):
+            pass
+        for folder in folders:
+            if any(f"{folder}/" in text for text in texts):
+                found[folder] = f"process {pid}"
+    return found

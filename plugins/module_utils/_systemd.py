@@ -85,12 +85,22 @@ def fingerprint_file(properties: Mapping[str, str]) -> str:
     return f"/run/{folders[0]}/fingerprint" if folders else ""
 
 
-def unit_state(properties: Mapping[str, str], read: Callable[[str], str]) -> dict[str, object]:
-    """What a reader needs of one unit. ``read(path)`` gives a file's text, nothing when there is none.
+def reports_folder(properties: Mapping[str, str]) -> str:
+    """Where the processes of a server report which features of the plugin are active in them; see ``_features.py``."""
+    folders = properties.get("RuntimeDirectory", "").split()
+    return next((f"/run/{folder}" for folder in folders if folder.endswith("/features")), "")
 
-    ``fingerprint`` is what the *running* process was started with, empty when none runs; the unit file may already say
+
+def unit_state(
+    properties: Mapping[str, str], read: Callable[[str], str], reports: Callable[[str], dict[str, object]] | None = None
+) -> dict[str, object]:
+    """What a reader needs of one unit. ``read(path)`` gives a file's text, nothing when there is none;
+    ``reports(folder)`` what a server's processes report, by their name.
+
+    ``fingerprint`` and ``reports`` are of the *running* process, empty when none runs; the unit file may already say
     something else.
     """
+    folder = reports_folder(properties)
     pid = int(properties.get("MainPID") or 0)
     path = fingerprint_file(properties)
     return {
@@ -105,4 +115,5 @@ def unit_state(properties: Mapping[str, str], read: Callable[[str], str]) -> dic
         "started_monotonic_us": int(properties.get("ActiveEnterTimestampMonotonic") or 0),
         "needs_daemon_reload": properties.get("NeedDaemonReload") == "yes",
         "fingerprint": read(path).strip() if pid > 0 and path else "",
+        "reports": reports(folder) if pid > 0 and folder and reports else {},
     }

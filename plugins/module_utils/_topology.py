@@ -306,13 +306,20 @@ def read_mems_allowed(proc_root: str) -> list[int] | None:
     return _cpulist(path, match[1]) if match else None
 
 
+def read_driver(sysfs_root: str) -> str | None:
+    """The version of the NVIDIA driver that is loaded; None where none is."""
+    path = os.path.join(sysfs_root, "module/nvidia/version")
+    return _read(path).strip() or None if os.path.exists(path) else None
+
+
 def read_topology(
     sysfs_root: str, extra_gpu_ids: Sequence[str] | None = None, proc_root: str = "/proc", unit: str = "llmfleet.slice"
 ) -> dict[str, Any]:
-    """``{nodes[], gpus[], mems_allowed, limits[]}`` of the host that is mounted or captured at the two roots."""
+    """``{nodes[], gpus[], driver, mems_allowed, limits[]}`` of the host mounted or captured at the two roots."""
     return {
         "nodes": read_nodes(sysfs_root, proc_root),
         "gpus": read_gpus(sysfs_root, extra_gpu_ids),
+        "driver": read_driver(sysfs_root),
         "mems_allowed": read_mems_allowed(proc_root),
         "limits": read_limits(sysfs_root, unit),
     }

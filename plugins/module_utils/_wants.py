@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from ansible_collections.llmfleet.sglang.plugins.module_utils import _budget, _engine
+from ansible_collections.llmfleet.sglang.plugins.module_utils import _budget, _engine, _features
+from ansible_collections.llmfleet.sglang.plugins.module_utils._overlay import GENERATION_KEYS
 from ansible_collections.llmfleet.sglang.plugins.module_utils._refusal import RefusalError
 from ansible_collections.llmfleet.sglang.plugins.module_utils._size import parse_share, parse_size
 from ansible_collections.llmfleet.sglang.plugins.module_utils._topology import TopologyError, normalise_pci
@@ -26,8 +27,12 @@ DEFAULTS: Mapping[str, Any] = {
     "plan_capture": "",
     "plan_device": "cuda",
     "plan_engine_args": {},
+    "plan_engine_files": "",
     "plan_engine_version": _engine.DEFAULT_ENGINE,
     "plan_environment": {},
+    "plan_features": {},
+    "plan_generation_config": {},
+    "plan_gpu_capability": "",
     "plan_gpu_memory": "",
     "plan_gpu_numa_nodes": {},
     "plan_gpu_pci_ids": [],
@@ -123,6 +128,7 @@ class Wants:
     reserves: _budget.Reserves = field(default_factory=_budget.Reserves)
     gpu_memory: int | None = None
     gpu_nodes: dict[str, int] = field(default_factory=dict)
+    features: dict[str, str] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Any:
         return self.variables[name]
@@ -310,6 +316,22 @@ def numeral(value: Any) -> Any:
     return float(value) if isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?", value) else value
 
 
+def _generation(value: Any) -> dict[str, float]:
+    """plan_generation_config: name -> number. Raises RefusalError."""
+    found = {}
+    for name, raw in _mapping(value, "plan_generation_config").items():
+        number = numeral(raw)
+        if name not in GENERATION_KEYS or isinstance(number, bool) or not isinstance(number, (int, float)):
+            raise RefusalError(
+                "generation_config",
+                f"plan_generation_config has {name}: {raw!r}",
+                f"numbers for {', '.join(GENERATION_KEYS)}",
+                "correct it; what else a checkpoint's generation_config.json holds stays as it is",
+            )
+        found[name] = number
+    return found
+
+
 def _gpu_nodes(value: Any) -> dict[str, int]:
     """plan_gpu_numa_nodes: PCI address -> node. Raises RefusalError."""
     found = {}
@@ -367,6 +389,8 @@ def parse_wants(host: str, variables: Mapping[str, Any]) -> Wants:
     wants.gpu_nodes = attempt(_gpu_nodes, known["plan_gpu_numa_nodes"]) or {}
     if known["plan_gpu_memory"] not in ("", None):
         wants.gpu_memory = attempt(parse_size, known["plan_gpu_memory"], "plan_gpu_memory")
+    known["plan_generation_config"] = attempt(_generation, known["plan_generation_config"]) or {}
+    wants.features = attempt(_features.parse_features, known["plan_features"], "plan_features") or {}
     for name in ("gpu_exporter_port", "prometheus_port"):
         known[name] = attempt(_port, known[name], name)
 

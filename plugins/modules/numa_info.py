@@ -151,6 +151,9 @@ gpus:
         numa_node:
           description: The node that is the GPU's own memory, on hosts that show it as a node.
           type: int
+        capability:
+          description: The compute capability, major and minor.
+          type: str
         driver:
           description: Version of the driver.
           type: str
@@ -169,7 +172,13 @@ gpus:
         memory_affinity: [0]
         cpu_affinity: [0, 1]
         numa_node: null
+        capability: "9.0"
         driver: 580.95.05
+driver:
+  description: The version of the NVIDIA driver that is loaded; null where none is.
+  returned: success
+  type: str
+  sample: 580.95.05
 mems_allowed:
   description: Nodes that the module's own process may have memory from (cpuset); null where the kernel does not tell.
   returned: success

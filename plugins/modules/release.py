@@ -12,8 +12,9 @@ short_description: Build an immutable release folder from pinned requirements
 version_added: 0.1.0
 author: llmfleet developers (@llmfleet)
 description:
-  - Builds C(root/id/venv) from requirements with digests. A complete release is never touched again.
-  - A failed build leaves nothing but its log.
+  - Builds C(root/id/venv) from requirements with digests, installs own packages, applies patches, and runs checks. A
+    complete release is never touched again; whether its own files are still what was built is looked at each time.
+  - A failed build leaves nothing but its log, and whatever runs untouched.
 options:
   root:
     description: The folder of all releases of one kind.
@@ -45,10 +46,44 @@ options:
     description: The interpreter of the virtual environment.
     type: path
     default: /usr/bin/python3
-  source:
-    description: A folder on the host that becomes C(src) in the release.
+  sources:
+    description: Texts by their path in C(src) of the release.
+    type: dict
+    default: {}
+  packages:
+    description: Folders of C(src) that are Python packages to install. Needs C(installer).
+    type: list
+    elements: str
+    default: []
+  patches:
+    description: The folder of C(src) that holds patches and their C(manifest.json). Empty means none.
     type: str
     default: ""
+  checks:
+    description:
+      - Commands that have to end with status 0 before the release is complete. C({release}) in an argument or a value
+        is the release's folder.
+    type: list
+    elements: dict
+    default: []
+    suboptions:
+      name:
+        description: What is checked, for people.
+        type: str
+        required: true
+      argv:
+        description: The command.
+        type: list
+        elements: str
+        required: true
+      environment:
+        description: Variables beside those of the module.
+        type: dict
+        default: {}
+      user:
+        description: Who runs it. Empty means who runs the module.
+        type: str
+        default: ""
 attributes:
   check_mode:
     support: full
@@ -79,7 +114,15 @@ import os
 import re
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.llmfleet.sglang.plugins.module_utils._release import BuildError, Release, build, is_complete
+from ansible_collections.llmfleet.sglang.plugins.module_utils._release import (
+    BuildError,
+    BusyError,
+    Check,
+    Release,
+    build,
+    changed_files,
+    is_complete,
+)
 
 
 def main() -> None:
@@ -92,18 +135,42 @@ def main() -> None:
             "wheelhouse": {"type": "str", "default": ""},
             "index_url": {"type": "str", "default": ""},
             "python": {"type": "path", "default": "/usr/bin/python3"},
-            "source": {"type": "str", "default": ""},
+            "sources": {"type": "dict", "default": {}},
+            "packages": {"type": "list", "elements": "str", "default": []},
+            "patches": {"type": "str", "default": ""},
+            "checks": {
+                "type": "list",
+                "elements": "dict",
+                "default": [],
+                "options": {
+                    "name": {"type": "str", "required": True},
+                    "argv": {"type": "list", "elements": "str", "required": True},
+                    "environment": {"type": "dict", "default": {}},
+                    "user": {"type": "str", "default": ""},
+                },
+            },
         },
         supports_check_mode=True,
     )
-    release = Release(**module.params)
+    checks = [Check(**check) for check in module.params.pop("checks")]
+    release = Release(**module.params, checks=checks)
     if not re.fullmatch(r"[A-Za-z0-9._-]+", release.id):
         module.fail_json(
             msg=f"id is {release.id!r}; expected letters, digits, dots, hyphens (it becomes a folder's name)"
         )
     if not release.requirements:
         module.fail_json(msg="requirements is empty; expected at least one pinned line from the artefact manifest")
+    if release.packages and not release.installer:
+        module.fail_json(
+            msg="packages are to be installed without an installer; expected uv's pinned line in installer"
+        )
     if is_complete(release.path):
+        if changed := changed_files(release.path):
+            module.fail_json(
+                msg=f"{release.path} is no longer what was built: {', '.join(changed)} changed or went; expected the "
+                "files of its manifest.json. Remove that folder when nothing runs from it, and run again: it will be "
+                "built anew."
+            )
         module.exit_json(changed=False, path=release.path)
     if module.check_mode:
         module.exit_json(changed=True, path=release.path)
@@ -113,6 +180,8 @@ def main() -> None:
         build(release)
     except BuildError as error:
         module.fail_json(msg=f"{error}. Its last lines:\n{error.tail}", log=error.log)
+    except BusyError as error:
+        module.fail_json(msg=str(error))
     except OSError as error:
         module.fail_json(msg=f"cannot build {release.path}: {error}")
     module.exit_json(changed=True, path=release.path)

@@ -27,8 +27,8 @@ from tests.unit.plugins.module_utils.topology_cases import gpu
 #: Reached only when the child never answers.
 DEADLINE_S = 60
 
-#: Two questions that the stand-in does not answer, answered as the state says: ``N.cpu_words``, the 64-bit words of the
-#: CPUs next to GPU N, and ``N.own_node``, the node that is its memory.
+#: Three questions that the stand-in does not answer, answered as the state says: ``N.cpu_words``, the 64-bit words of
+#: the CPUs next to GPU N, ``N.own_node``, the node that is its memory, and ``N.capability``, major and minor.
 AFFINITY = r"""
 #include <stdio.h>
 #include <stdlib.h>
@@ -54,6 +54,13 @@ int nvmlDeviceGetCpuAffinity(const int *gpu, unsigned count, unsigned long long 
     for (unsigned word = 0; word < count; word++)
         words[word] = strtoull(next, &next, 16);
     return 0;
+}
+int nvmlDeviceGetCudaComputeCapability(const int *gpu, int *major, int *minor)
+{
+    char value[256];
+    if (!find(gpu, "capability", value))
+        return 3;
+    return sscanf(value, "%d %d", major, minor) == 2 ? 0 : 999;
 }
 int nvmlDeviceGetNumaNodeId(const int *gpu, int *node)
 {
@@ -87,7 +94,7 @@ def ask(library: Path, folder: Path, state: str = "") -> list[dict[str, Any]]:
 
 
 def test_a_gpu_has_exactly_these_facts(library: Path, tmp_path: Path) -> None:
-    state = "3.cpu_words=000000ffffffffff 00ff000000000001\n3.own_node=10\n3.numa_node=70\n"
+    state = "3.cpu_words=000000ffffffffff 00ff000000000001\n3.own_node=10\n3.numa_node=70\n3.capability=12 1\n"
     assert ask(library, tmp_path, state)[3] == {
         "pci": "0000:70:00.0",
         "uuid": "GPU-5eed0000-0000-4000-8000-000000000003",
@@ -96,6 +103,7 @@ def test_a_gpu_has_exactly_these_facts(library: Path, tmp_path: Path) -> None:
         "memory_affinity": [70],
         "cpu_affinity": [*range(40), 64, *range(112, 120)],
         "numa_node": 10,
+        "capability": "12.1",
         "driver": "580.95.05",
     }
 
@@ -150,8 +158,13 @@ def test_a_library_that_does_not_know_a_question_is_one_failure(tmp_path: Path) 
 def test_a_lost_gpu_answers_nothing_and_the_others_do(library: Path, tmp_path: Path) -> None:
     found = ask(library, tmp_path, "2.lost=1\n")
     assert len(found) == 8
-    nothing = {"pci": None, "uuid": None, "name": None, "memory_total": None, "numa_node": None, "driver": "580.95.05"}
-    assert found[2] == nothing | {"memory_affinity": [], "cpu_affinity": []}
+    nothing = {"pci": None, "uuid": None, "name": None, "memory_total": None, "numa_node": None}
+    assert found[2] == nothing | {
+        "memory_affinity": [],
+        "cpu_affinity": [],
+        "capability": None,
+        "driver": "580.95.05",
+    }
     assert [entry["pci"] is None for entry in found].count(True) == 1
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from tests.unit.plugins.module_utils.plan_cases import (
     ARTEFACTS,
+    FLASH,
     GIB,
     HOST,
     decode,
@@ -72,7 +73,8 @@ def test_the_reference_host() -> None:
     assert option(third["argv"], "--host") == "0.0.0.0"
     assert third["url"] == "http://127.0.0.1:30001"
     assert first["ports"] == {"http": 30000, "bootstrap": 8998}
-    assert made["model"] == {"path": "/srv/models/flash", "served_name": "flash"}
+    served = {"path": "/srv/models/flash", "served_path": "/srv/models/flash", "served_name": "flash", "changes": {}}
+    assert made["model"] == served
 
 
 def test_the_routers_metrics_stay_on_loopback_unless_prometheus_is_elsewhere() -> None:
@@ -151,9 +153,136 @@ def test_each_host_is_a_group_of_its_own_unless_told_otherwise() -> None:
 
 
 def test_a_queue_bound_that_the_engine_ignores_is_warned_about() -> None:
-    made = plan({HOST: variables(plan_engine_args={"max-queued-requests": 32})})
+    bound = {"max-queued-requests": 32}
+    assert plan({HOST: variables(plan_engine_args=bound)})["warnings"] == []
+    made = plan({HOST: variables(plan_engine_args=bound, plan_features={"queue_bound": False})})
     assert [warning.split(":")[0] for warning in made["warnings"]] == ["prefill", "decode"]
     assert "router" in made["warnings"][0]
+
+
+KERNELS = {"index_keys": "bf16", "indexer_logits": "triton"}
+
+
+def test_features_reach_servers_and_not_routers() -> None:
+    made = plan({HOST: variables(plan_features=KERNELS)})
+    servers = {item["name"]: item for item in made["instances"]}
+    assert servers["prefill"]["features"] == {"queue_bound": "on"} | KERNELS
+    assert servers["router"]["features"] == {}
+    environment = servers["decode"]["environment"]
+    assert environment["LLMFLEET_INDEX_KEYS"] == "bf16"
+    assert environment["LLMFLEET_QUEUE_BOUND"] == "on"
+    assert environment["LLMFLEET_FEATURES_DIR"] == "/run/llmfleet/decode/features"
+    assert "LLMFLEET_SPARSE_MLA" not in environment
+    assert "LLMFLEET_QUEUE_BOUND" not in servers["router"]["environment"]
+
+
+def test_features_are_agreed_on_and_part_of_the_revision() -> None:
+    stock = plan({HOST: variables()})
+    ours = plan({HOST: variables(plan_features=KERNELS)})
+    assert stock["groups"][HOST]["revision"] != ours["groups"][HOST]["revision"]
+    assert stock["engine"]["release"] == ours["engine"]["release"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks"),
+    [({}, 4), ({"pp-size": 2}, 8), ({"dp-size": 2}, 8), ({"dp-size": 4, "enable-dp-attention": True}, 4)],
+)
+def test_each_rank_of_a_server_is_counted(flags: dict[str, Any], ranks: int) -> None:
+    made = plan({HOST: variables(plan_engine_args=flags)})
+    assert {item["name"]: item["ranks"] for item in made["instances"]} == {
+        "prefill": ranks,
+        "decode": ranks,
+        "router": 0,
+    }
+
+
+def test_bf16_index_keys_are_counted_in_the_budget() -> None:
+    asked = {"plan_hicache": {"total": "300GB"}, "plan_engine_args": {"max-total-tokens": 1000192}}
+    by_keys = [
+        plan({HOST: variables(plan_features=features, **asked)}, facts())["budget"]["instances"]
+        for features in ({}, KERNELS)
+    ]
+    ratios = [
+        next(entry["flags"]["hicache-ratio"] for entry in entries if entry["name"] == "prefill") for entries in by_keys
+    ]
+    # A page of bf16 keys is 1,164,864 bytes against 998,208: the same memory holds fewer tokens.
+    assert ratios[0] > ratios[1]
+
+
+def test_the_plugin_and_the_patches_are_part_of_the_release() -> None:
+    def released(digest: str) -> str:
+        sources = {"": {"0.5.23": {"digest": digest}}}
+        return str(
+            _plan.make_plan(HOST, {HOST: variables()}, ARTEFACTS | {"sources": sources}, facts())["engine"]["release"]
+        )
+
+    assert released("a") == released("a")
+    assert released("a") != released("b")
+
+
+def test_generation_defaults_are_an_overlay_that_is_named_by_them() -> None:
+    plain = plan({HOST: variables()}, facts())
+    warm = plan({HOST: variables(plan_generation_config={"temperature": "0.6"})}, facts())
+    assert plain["model"]["served_path"] == plain["model"]["path"] == "/srv/models/flash"
+    assert warm["model"]["path"] == "/srv/models/flash"
+    assert warm["model"]["served_path"].startswith("/opt/llmfleet/overlays/")
+    assert warm["model"]["changes"] == {"generation_config.json": {"temperature": 0.6}}
+    assert warm["model"]["served_path"] in instance(warm, "decode")["argv"]
+    assert warm["groups"][HOST]["revision"] != plain["groups"][HOST]["revision"]
+
+
+@pytest.mark.parametrize("asked", [{"temperature": "hot"}, {"eos_token_id": 3}, {"top_p": True}])
+def test_generation_defaults_are_numbers_that_the_engine_reads(asked: dict[str, Any]) -> None:
+    assert codes(plan({HOST: variables(plan_generation_config=asked)}, facts())) == ["generation_config"]
+
+
+NVFP4 = {**FLASH, "model_type": "deepseek_v4"} | {
+    "quantization_config": {"quant_algo": "MIXED_PRECISION", "moe_quant_algo": "NVFP4"}
+}
+
+
+def test_what_a_gpu_cannot_run_is_refused_for_each_server() -> None:
+    wanted = {HOST: variables(plan_gpu_capability="12.0")}
+    made = plan(wanted, facts(model_config=NVFP4))
+    assert codes(made) == ["capability_moe_runner"] * 2
+    assert made["refusals"][0]["found"].startswith("prefill: moe-runner-backend is auto on compute capability 12.0")
+    good = {HOST: variables(plan_gpu_capability=12.0, plan_engine_args={"moe-runner-backend": "flashinfer_cutlass"})}
+    assert codes(plan(good, facts(model_config=NVFP4))) == []
+    assert codes(plan({HOST: variables(plan_gpu_capability="8.0")}, facts())) == ["gpu_capability"] * 2
+
+
+def test_what_nvml_says_of_the_gpus_is_looked_at_too() -> None:
+    found = facts(model_config=NVFP4)
+    for entry in found["topology"]["gpus"]:
+        entry["nvml"] = {
+            "capability": "10.0" if entry["index"] < 4 else "12.0",
+            "memory_affinity": [],
+            "numa_node": None,
+        }
+        entry["nvml"]["cpu_affinity"] = []
+    made = plan({HOST: variables()}, found)
+    assert [entry["found"].split(":")[0] for entry in made["refusals"]] == ["decode"]
+
+
+@pytest.mark.parametrize(("driver", "expected"), [("570.172.08", ["driver_version"]), ("580.95.05", []), (None, [])])
+def test_a_driver_that_is_too_old_for_the_engines_cuda_is_refused(driver: str | None, expected: list[str]) -> None:
+    found = facts()
+    found["topology"]["driver"] = driver
+    assert codes(plan({HOST: variables()}, found)) == expected
+
+
+def test_engine_files_that_cannot_be_read_are_refused() -> None:
+    sources = {"/nowhere": {"0.5.23": {"error": "/nowhere/plugin does not exist"}}}
+    made = _plan.make_plan(
+        HOST, {HOST: variables(plan_engine_files="/nowhere")}, ARTEFACTS | {"sources": sources}, facts()
+    )
+    assert [entry["code"] for entry in made["refusals"]] == ["engine_files"]
+
+
+def test_compilers_are_bound_by_the_memory_of_the_servers_nodes() -> None:
+    made = plan({HOST: variables()}, facts())
+    # 64 CPUs, and a quarter of 240 GB is enough for 13 compilers of 4 GiB.
+    assert {item["environment"].get("MAX_JOBS") for item in made["instances"] if item["role"] != "router"} == {"13"}
 
 
 def test_scrape_targets_name_every_instance_and_exporter() -> None:

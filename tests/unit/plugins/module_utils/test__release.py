@@ -3,13 +3,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import sys
 from pathlib import Path
 
 import pytest
 from ansible_collections.llmfleet.sglang.plugins.module_utils import _release
-from ansible_collections.llmfleet.sglang.plugins.module_utils._release import BuildError, Release, build, is_complete
+from ansible_collections.llmfleet.sglang.plugins.module_utils._release import (
+    BuildError,
+    BusyError,
+    Check,
+    Prune,
+    Release,
+    build,
+    is_complete,
+    prune,
+)
+from hypothesis import given
+from hypothesis import strategies as st
 
 PINNED = ["six==1.16.0 --hash=sha256:8abb2f1d86890a2dfb989f9a77cfcfd3e47c2a354b01111771326f8aa26e0254"]
 
@@ -42,20 +55,156 @@ def test_an_index_is_named_only_when_asked_for(tmp_path: Path) -> None:
 
 
 def test_a_build_that_succeeds_writes_its_manifest_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
     monkeypatch.setattr(
         _release, "steps", lambda wanted: [("look", ["test", "!", "-e", f"{wanted.path}/manifest.json"])]
     )
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "a.py").write_text("1")
-    wanted = release(tmp_path, source=str(source))
+    wanted = release(tmp_path, sources={"plugin/a.py": "1"})
     build(wanted)
-    seen.append(json.loads((tmp_path / "abc/manifest.json").read_text()))
-    assert seen == [{"id": "abc", "python": sys.executable, "requirements": PINNED}]
-    assert (tmp_path / "abc/src/a.py").read_text() == "1"
+    manifest = json.loads((tmp_path / "abc/manifest.json").read_text())
+    assert manifest == {
+        "id": "abc",
+        "python": sys.executable,
+        "requirements": PINNED,
+        "files": {"src/plugin/a.py": "6b86b273ff34fce19d6b804eff5a3f5747ada4eaa22f1d49c01e52ddb7875b4b"},
+        "checks": [],
+    }
+    assert (tmp_path / "abc/src/plugin/a.py").read_text() == "1"
     assert is_complete(wanted.path)
     assert not Path(wanted.log).exists()
+
+
+def test_own_packages_are_installed_without_any_index(tmp_path: Path) -> None:
+    wanted = release(tmp_path, installer=["uv==1 --hash=sha256:00"], packages=["kernels", "plugin"])
+    name, command = _release.steps(wanted)[-1]
+    assert name == "install our own packages"
+    assert {"--offline", "--no-index", "--no-deps"} <= set(command)
+    assert command[-2:] == [f"{tmp_path}/abc/src/kernels", f"{tmp_path}/abc/src/plugin"]
+
+
+ORIGINAL = "one\ntwo\nthree\n"
+PATCHED = "one\n2\nthree\n"
+PATCH = "--- a/lib.cuh\n+++ b/lib.cuh\n@@ -1,3 +1,3 @@\n one\n-two\n+2\n three\n"
+
+
+def sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def patched_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: str) -> Release:
+    """A release whose wheels install one file, and whose sources hold a patch of it."""
+    site = tmp_path / "abc/venv/lib/python3.11/site-packages"
+    script = f"mkdir -p {site} && printf %s '{installed}' > {site}/lib.cuh"
+    monkeypatch.setattr(_release, "steps", lambda _wanted: [("install", ["sh", "-c", script])])
+    entry = {"file": "lib.cuh", "patch": "lib.patch", "before": sha256(ORIGINAL), "after": sha256(PATCHED)}
+    sources = {"engine/manifest.json": json.dumps({"patches": [entry]}), "engine/lib.patch": PATCH}
+    return release(tmp_path, sources=sources, patches="engine")
+
+
+def test_patches_are_applied_and_their_files_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = patched_release(tmp_path, monkeypatch, ORIGINAL)
+    build(wanted)
+    assert (tmp_path / "abc/venv/lib/python3.11/site-packages/lib.cuh").read_text() == PATCHED
+    noted = json.loads((tmp_path / "abc/manifest.json").read_text())["files"]
+    assert noted["venv/lib/python3.11/site-packages/lib.cuh"] == sha256(PATCHED)
+    assert _release.changed_files(wanted.path) == []
+
+
+def test_a_changed_upstream_file_ends_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = patched_release(tmp_path, monkeypatch, "one\ntwo!\nthree\n")
+    with pytest.raises(BuildError, match=r"patch lib\.cuh failed") as caught:
+        build(wanted)
+    assert sha256(ORIGINAL) in caught.value.tail
+    assert not Path(wanted.path).exists()
+
+
+def test_a_release_that_was_tampered_with_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = patched_release(tmp_path, monkeypatch, ORIGINAL)
+    build(wanted)
+    (tmp_path / "abc/venv/lib/python3.11/site-packages/lib.cuh").write_text(ORIGINAL)
+    (tmp_path / "abc/src/engine/lib.patch").unlink()
+    assert _release.changed_files(wanted.path) == [
+        "src/engine/lib.patch",
+        "venv/lib/python3.11/site-packages/lib.cuh",
+    ]
+
+
+def test_a_check_that_fails_ends_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_release, "steps", lambda _wanted: [("nothing", ["true"])])
+    looked = Check("look", ["sh", "-c", 'test "$HOUSE" = {release}/x'], {"HOUSE": "{release}/x"})
+    build(release(tmp_path, checks=[looked]))
+    assert json.loads((tmp_path / "abc/manifest.json").read_text())["checks"] == ["look"]
+    broken = release(tmp_path, id="def", checks=[looked, Check("fail", ["sh", "-c", "echo wrong number; exit 1"])])
+    with pytest.raises(BuildError, match="fail failed") as caught:
+        build(broken)
+    assert caught.value.tail.splitlines()[-2:] == ["wrong number", "exit status 1"]
+    assert not Path(broken.path).exists()
+
+
+def test_two_builds_do_not_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_release, "steps", lambda _wanted: [("nothing", ["true"])])
+    with _release._only_builder(str(tmp_path)), pytest.raises(BusyError, match="another run is building"):
+        build(release(tmp_path))
+    build(release(tmp_path))
+
+
+@given(memory=st.integers(0, 2**45), cpus=st.integers(1, 1024))
+def test_compilers_never_take_more_memory_than_there_is(memory: int, cpus: int) -> None:
+    jobs = _release.jobs(memory, cpus)
+    assert 1 <= jobs <= cpus
+    assert jobs == 1 or jobs * _release.BYTES_A_JOB <= memory
+
+
+PATHS = st.sampled_from(["/r/a", "/r/b", "/r/c", "/r/d", "/r/e"])
+
+
+@given(
+    found=st.dictionaries(PATHS, st.floats(0, 1e9), max_size=5),
+    named=st.sets(PATHS, max_size=5),
+    keep=st.integers(0, 6),
+)
+def test_what_is_named_stays_and_so_do_the_newest(found: dict[str, float], named: set[str], keep: int) -> None:
+    removed = _release.unused(found, named, keep)
+    assert not set(removed) & named
+    idle = set(found) - named
+    assert len(idle - set(removed)) == min(keep, len(idle))
+    assert all(found[gone] <= found[stays] for gone in removed for stays in idle - set(removed))
+
+
+def old_release(root: Path, name: str, age: int) -> None:
+    (root / name).mkdir()
+    (root / name / "manifest.json").write_text("{}")
+    os.utime(root / name / "manifest.json", (1000 - age, 1000 - age))
+
+
+def test_prune_keeps_what_is_used_and_the_newest(tmp_path: Path) -> None:
+    root, units, proc, caches = (tmp_path / name for name in ("releases", "units", "proc", "caches"))
+    for folder in (root, units, proc / "42/fd", proc / "self", caches / "d"):
+        folder.mkdir(parents=True)
+    for age, name in enumerate("abcdef"):
+        old_release(root, name, age)
+    (root / "rest-of-a-build").mkdir()
+    (units / "x.service").write_text(f"ExecStart={root}/e/venv/bin/python\n")
+    (units / "readme.txt").write_text(f"{root}/d/venv\n")
+    (proc / "42/maps").write_text(f"7f00-7f01 r--p 0 0:0 1 {root}/f/venv/lib/x.so\n")
+    (proc / "42/exe").symlink_to("/usr/bin/python3")
+    wanted = Prune(str(root), 1, ["a"], [str(units)], str(caches), str(proc))
+    expected = [str(root / name) for name in ("c", "d", "rest-of-a-build")]
+    assert prune(wanted, dry=True)[0] == expected
+    assert (root / "c/manifest.json").exists()
+    removed, used = prune(wanted, dry=False)
+    assert removed == expected
+    assert sorted(path.name for path in root.iterdir() if path.is_dir()) == ["a", "b", "e", "f"]
+    assert not (caches / "d").exists()
+    assert used == {
+        str(root / "a"): "protected",
+        str(root / "e"): str(units / "x.service"),
+        str(root / "f"): "process 42",
+    }
+    assert prune(wanted, dry=False)[0] == []
+
+
+def test_prune_of_nothing(tmp_path: Path) -> None:
+    assert prune(Prune(str(tmp_path / "none"), 1), dry=False) == ([], {})
 
 
 def test_a_build_that_fails_leaves_only_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +212,7 @@ def test_a_build_that_fails_leaves_only_its_log(tmp_path: Path, monkeypatch: pyt
     wanted = release(tmp_path)
     with pytest.raises(BuildError, match="break failed") as caught:
         build(wanted)
-    assert caught.value.tail.splitlines()[-1] == "no room"
+    assert caught.value.tail.splitlines()[-2:] == ["no room", "exit status 3"]
     assert not Path(wanted.path).exists()
     assert "no room" in Path(wanted.log).read_text()
 
