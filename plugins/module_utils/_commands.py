@@ -125,6 +125,12 @@ def effective_flags(wants: Wants, instance: Instance) -> dict[str, Any]:
     }
 
 
+def queue_bound(wants: Wants, instance: Instance) -> int | None:
+    """How many requests may wait on a server; None where nothing bounds them."""
+    bound = (wants["plan_engine_args"] | instance.args).get("max-queued-requests")
+    return None if bound is None else integer(bound, f"max-queued-requests of {instance.name}")
+
+
 def ranks(wants: Wants, instance: Instance) -> int:
     """How many scheduler processes a server has: each pipeline stage of each replica has ``tp-size`` of them. Attention
     in data parallel groups divides those, and adds none."""

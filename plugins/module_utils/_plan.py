@@ -44,6 +44,7 @@ from ansible_collections.llmfleet.sglang.plugins.module_utils._commands import (
     engine_environment,
     group_revision,
     instance_environment,
+    queue_bound,
     ranks,
     release_plan,
     router_argv,
@@ -286,7 +287,7 @@ def _fill(
             )
         except RefusalError as error:
             refused.append(error)
-    plan["warnings"] = [*_warnings(wants), *plan["budget"].get("warnings", [])]
+    plan["warnings"] = [*_warnings(wants, fleet), *plan["budget"].get("warnings", [])]
     if facts is not None and not refused:
         refused = check_memory(plan["budget"], facts)
     return refused
@@ -322,18 +323,31 @@ def _model_size(wants: Wants, facts: Mapping[str, Any]) -> int | None:
     return int(found["size"]) if found else None
 
 
-def _warnings(wants: Wants) -> list[str]:
+def _warnings(wants: Wants, fleet: Mapping[str, Wants]) -> list[str]:
     found = []
     for instance in wants.instances:
         if instance.role not in ENGINE_ROLES:
             continue
-        bounded = "max-queued-requests" in wants["plan_engine_args"] | instance.args
-        if bounded and "queue_bound" not in wants.features:
+        bound = queue_bound(wants, instance)
+        if bound is not None and "queue_bound" not in wants.features:
             found.append(
                 f"{instance.name}: max-queued-requests has no effect on a {instance.role} server of SGLang "
                 f"{wants['plan_engine_version']} without the feature queue_bound; set it on in plan_features, "
                 "or bound the queue at the router with max-concurrent-requests and queue-size"
             )
+        elif bound is not None and instance.role == "decode":
+            before = [
+                other
+                for member in group_members(fleet, instance.group, "prefill")
+                if (other := queue_bound(*member)) is not None
+            ]
+            if bound <= sum(before):
+                found.append(
+                    f"{instance.name}: max-queued-requests is {bound}, not more than the {sum(before)} of the prefill "
+                    f"servers of group {instance.group}: in a burst both stages reject, each other requests, and fewer "
+                    "are served than could be; let prefill decide, and give decode room for what prefill queues, "
+                    "computes and transfers"
+                )
     return found
 
 

@@ -25,6 +25,8 @@ MANIFEST = "manifest.json"
 PATCH_MANIFEST = "manifest.json"
 #: The CUDA toolkit of a release that has one, in its folder.
 CUDA = "cuda"
+#: Where the distributions that are supported have the driver's library.
+DRIVER_LIBRARY = "/usr/lib/x86_64-linux-gnu/libcuda.so.1"
 #: Memory that one compiler of CUDA templates is given; MAX_JOBS is bounded by it.
 BYTES_A_JOB = 4 * 1024**3
 #: In the arguments of a check, the release's folder.
@@ -167,13 +169,22 @@ def _site_packages(release: Release) -> str:
 
 
 def _link_cuda(release: Release) -> None:
-    """``cuda`` in the release leads to the compiler and headers that NVIDIA's wheels bring, whatever Python's version;
-    compilers look for libraries in ``lib64``, which the wheels call ``lib``."""
+    """``cuda`` in the release leads to the compiler, headers and libraries that NVIDIA's wheels bring, whatever
+    Python's version is. What the wheels leave out for linking is added: ``lib64``, where compilers look for libraries;
+    the names without a version (``-lcudart``); and the driver's library, which is the host's (``-lcuda``)."""
     toolkits = glob.glob(os.path.join(release.path, "venv/lib/python3*/site-packages/nvidia/cu[0-9]*"))
-    if len(toolkits) == 1:
-        os.symlink(os.path.relpath(toolkits[0], release.path), os.path.join(release.path, CUDA))
-        if not os.path.exists(os.path.join(toolkits[0], "lib64")):
-            os.symlink("lib", os.path.join(toolkits[0], "lib64"))
+    if len(toolkits) != 1:
+        return
+    os.symlink(os.path.relpath(toolkits[0], release.path), os.path.join(release.path, CUDA))
+    library = os.path.join(toolkits[0], "lib")
+    os.makedirs(os.path.join(library, "stubs"), exist_ok=True)
+    links = {os.path.join(toolkits[0], "lib64"): "lib", os.path.join(library, "stubs", "libcuda.so"): DRIVER_LIBRARY}
+    for name in sorted(os.listdir(library)):
+        if ".so." in name:
+            links.setdefault(os.path.join(library, f"{name.split('.so.')[0]}.so"), name)
+    for link, target in links.items():
+        if not os.path.lexists(link):
+            os.symlink(target, link)
 
 
 def _patches(release: Release) -> list[dict[str, str]]:

@@ -197,11 +197,12 @@ def _flags(value: Any, what: str, owned: Sequence[str]) -> dict[str, Any]:
                 "flags that the plan does not write itself",
                 f"remove {name} from {what}: the plan derives it from the instance",
             )
-    if str(flags.get("max-queued-requests")) == "0":
+    bound = flags.get("max-queued-requests")
+    if bound is not None and not re.fullmatch(r"[1-9]\d*", str(bound)):
         raise RefusalError(
             "queue_bound",
-            f"{what} sets max-queued-requests to 0",
-            "1 or more, or no such flag",
+            f"{what} sets max-queued-requests to {bound!r}",
+            "a whole number, 1 or more, or no such flag",
             "0 rejects every request: raise it or leave it out",
         )
     return flags

@@ -48,7 +48,7 @@ def test_a_fleet_is_budgeted_from_files(captured: Path) -> None:
     given = [line for line in lines if line[:1] == ["0"] and line[-1:] == ["prefill"]]
     assert [line[5:9] for line in given] == [["60.0", "GB", "60.0", "GB"]] * len(HOSTS)
     assert sum(line[-3:] == ["unused,", "see", "decode"] for line in lines) == len(HOSTS)
-    assert "3.7 GB for one context of 524,288" in done.stdout
+    assert "4.1 GB for one context of 524,288" in done.stdout
 
 
 def test_every_host_is_told_before_one_is_refused(captured: Path) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import takewhile
 from typing import Any
 
 from llmfleet_plugin._admission import OUTRANKED, QUEUE_FULL, Load, decide
@@ -212,9 +213,7 @@ class Admission:
         sender is cleared, and a rejected request never has one. ``arriving`` is in use again."""
         self.rejected_rooms.pop(arriving, None)
         due = time.monotonic() - ROOM_FORGOTTEN_S
-        for room, since in list(self.rejected_rooms.items()):
-            if since > due:
-                break
+        for room, _since in list(takewhile(lambda item: item[1] <= due, self.rejected_rooms.items())):
             del self.rejected_rooms[room]
             manager = self.scheduler.disagg_prefill_bootstrap_queue.kv_manager
             for table in ("transfer_infos", "req_to_decode_prefix_len", "request_status"):

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from itertools import takewhile
 from typing import Any
 
 from llmfleet_plugin._admission_queues import FAKE_HOST
@@ -77,12 +78,14 @@ class Rooms:
             self._remember(self.rejected_here, pair.rooms)
 
     def told(self, rejected: Iterable[int]) -> list[Pair]:
-        """Those present whose twin was rejected. The rest is remembered until it comes, unless it was rejected here."""
+        """Those present whose twin was rejected, each told once. The rest is remembered until it comes, unless it was
+        rejected here."""
         found: dict[int, Pair] = {}
         with self.lock:
             for room in rejected:
                 if pair := self.present.get(room):
-                    found[id(pair)] = pair
+                    if not pair.rejected_by_twin:
+                        found[id(pair)] = pair
                 elif not self._remembers(self.rejected_here, room):
                     self._remember(self.rejected_there, [room])
             for pair in found.values():
@@ -98,9 +101,7 @@ class Rooms:
 
     def _remember(self, table: dict[int, float], rooms: Iterable[int]) -> None:
         now = self.clock()
-        for room in list(table):
-            if table[room] > now:
-                break  # oldest first
+        for room in list(takewhile(lambda room: table[room] <= now, table)):  # oldest first
             del table[room]
         for room in rooms:
             table.pop(room, None)

@@ -26,10 +26,15 @@ SCHEDULER_INIT: Mapping[str, str] = {
 }
 
 
+#: Processes that SGLang loads plugins in, and that no feature changes: importing every target there would only cost.
+UNCHANGED = ("run_detokenizer_process",)
+
+
 def install_wanted(environment: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """Install what the environment asks for; nothing when it asks for nothing. Raises FeatureError."""
     asked = wanted(FEATURES, environment)
-    if not asked:
+    runs = getattr(multiprocessing.current_process(), "_target", None)
+    if not asked or getattr(runs, "__name__", "") in UNCHANGED:
         return {}
     version = installed_version("sglang")
     check_version(version)

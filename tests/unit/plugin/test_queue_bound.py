@@ -322,6 +322,7 @@ def test_a_waiting_twin_is_found() -> None:
     rooms.enter(twin)
     rooms.enter(other)
     assert rooms.told([1, 2]) == [twin]
+    assert rooms.told([1, 2]) == []  # it is being dropped already
     assert (twin.rejected_by_twin, other.rejected_by_twin) == (True, False)
 
 

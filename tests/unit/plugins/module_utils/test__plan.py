@@ -154,10 +154,19 @@ def test_each_host_is_a_group_of_its_own_unless_told_otherwise() -> None:
 
 def test_a_queue_bound_that_the_engine_ignores_is_warned_about() -> None:
     bound = {"max-queued-requests": 32}
-    assert plan({HOST: variables(plan_engine_args=bound)})["warnings"] == []
-    made = plan({HOST: variables(plan_engine_args=bound, plan_features={"queue_bound": False})})
-    assert [warning.split(":")[0] for warning in made["warnings"]] == ["prefill", "decode"]
+    off = {"queue_bound": False}
+    made = plan({HOST: variables(prefill(args=bound), decode(), router(), plan_features=off)})
+    assert [warning.split(":")[0] for warning in made["warnings"]] == ["prefill"]
     assert "router" in made["warnings"][0]
+    assert plan({HOST: variables(prefill(args=bound), decode(), router())})["warnings"] == []
+
+
+@pytest.mark.parametrize(("bound", "warned"), [(32, ["decode"]), ("33", []), (128, [])])
+def test_decode_is_to_have_more_room_than_prefill(bound: Any, warned: list[str]) -> None:
+    wanted = variables(
+        prefill(args={"max-queued-requests": "32"}), decode(args={"max-queued-requests": bound}), router()
+    )
+    assert [warning.split(":")[0] for warning in plan({HOST: wanted})["warnings"]] == warned
 
 
 KERNELS = {"index_keys": "bf16", "indexer_logits": "triton"}

@@ -140,6 +140,17 @@ def test_a_check_that_fails_ends_the_build(tmp_path: Path, monkeypatch: pytest.M
     assert not Path(broken.path).exists()
 
 
+def test_the_wheels_toolkit_can_be_linked_against(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lib = tmp_path / "abc/venv/lib/python3.11/site-packages/nvidia/cu13/lib"
+    made = f"mkdir -p {lib} && touch {lib}/libcudart.so.13 {lib}/libnvrtc.so.13 {lib}/libnvrtc.so"
+    monkeypatch.setattr(_release, "steps", lambda _wanted: [("install", ["sh", "-c", made])])
+    build(release(tmp_path))
+    cuda = tmp_path / "abc/cuda"
+    assert (cuda / "lib64/libcudart.so").resolve() == lib / "libcudart.so.13"
+    assert not (cuda / "lib/libnvrtc.so").is_symlink()
+    assert os.readlink(cuda / "lib/stubs/libcuda.so") == _release.DRIVER_LIBRARY
+
+
 def test_two_builds_do_not_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_release, "steps", lambda _wanted: [("nothing", ["true"])])
     with _release._only_builder(str(tmp_path)), pytest.raises(BusyError, match="another run is building"):

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The index query kernel compiles for sm_90 and sm_120 without a GPU and keeps within what they allow.
+
+Needs Triton, not PyTorch.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+from llmfleet_kernels.index_query import ROPE_DIM, VECTORS, WARPS, index_query_kernel  # noqa: E402
+from llmfleet_kernels.logits_tile import KEY_DIM  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from tests.unit.kernels.compiled import DEVICES, Resources, compare, resources  # noqa: E402
+
+HEADS = 64
+BLOCKS = 24
+"""Blocks that a multiprocessor of sm_120 has resident at most; one of sm_90 has 32, and registers for 28 of these."""
+
+
+@functools.cache
+def compile_query(capability: int, positions: str = "*i64") -> Any:
+    """The kernel as ``index_query`` launches it, for a device of this compute capability."""
+    constants = {"HEADS": HEADS, "VECTORS": VECTORS, "KEY_DIM": KEY_DIM, "ROPE_DIM": ROPE_DIM, "STAGES": 7}
+    types = {
+        "q": "*bf16",
+        "weights": "*bf16",
+        "factors": "*fp32",
+        "positions": positions,
+        "query": "*bf16",
+        "scaled_weights": "*fp32",
+        "weight_scale": "fp32",
+    }
+    names = index_query_kernel.arg_names
+    signature = {name: types.get(name, "constexpr" if name in constants else "i32") for name in names}
+    # What the launcher sees of aligned tensors; the other pointers are not specialised on.
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ("q", "factors", "query", "scaled_weights")}
+    source = ASTSource(
+        index_query_kernel, signature, {(names.index(name),): value for name, value in constants.items()}, aligned
+    )
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": WARPS})
+
+
+@pytest.mark.parametrize("positions", ["*i32", "*i64"])
+@pytest.mark.parametrize("capability", DEVICES)
+def test_kernel_keeps_within_the_device(capability: int, positions: str, tmp_path: Path) -> None:
+    device = DEVICES[capability]
+    kernel = compile_query(capability, positions)
+    cubin = tmp_path / "index_query.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    ((_, machine_code),) = resources(cubin).items()
+    used = Resources(kernel.metadata.shared, machine_code.registers, machine_code.stack_bytes)
+    assert used.shared_bytes * BLOCKS <= device.shared_bytes
+    assert used.stack_bytes == 0, "registers spill"
+    assert used.registers * 32 * WARPS * BLOCKS <= device.registers, "registers keep programs out"
+    compare("triton", f"index query, {positions[1:]} positions, sm_{capability}", used)
+
+
+@pytest.mark.parametrize("capability", DEVICES)
+def test_vectors_are_read_and_written_whole_and_rounded(capability: int) -> None:
+    """16 bytes at once, and bf16 is the nearest: neither is seen in the interpreter."""
+    ptx = compile_query(capability).asm["ptx"]
+    assert "ld.global.v4.b32" in ptx
+    assert "st.global.v4.b32" in ptx
+    assert "cvt.rn.bf16x2.f32" in ptx
+    assert "cvt.rz.bf16" not in ptx
