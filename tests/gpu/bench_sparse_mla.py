@@ -22,9 +22,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "files" / "kernels")]
 import torch  # noqa: E402
 import triton  # noqa: E402
 from llmfleet_kernels.sparse_mla import HEAD_DIM, KeyList, sparse_mla_decode  # noqa: E402
+from llmfleet_kernels.sparse_mla_reference import attention, random_pages  # noqa: E402
 from triton.testing import do_bench  # noqa: E402
-
-from tests.gpu.sparse_mla_reference import attention, random_pages  # noqa: E402
 
 BATCHES = (1, 4, 16, 32, 64)
 HEADS = (64, 16)

@@ -14,8 +14,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from llmfleet_kernels.sparse_mla import KeyList, choose_tile, sparse_mla_decode  # noqa: E402
-
-from tests.gpu.sparse_mla_reference import attention, random_pages  # noqa: E402
+from llmfleet_kernels.sparse_mla_reference import attention, random_pages  # noqa: E402
 
 SCALE = 512**-0.5
 WINDOW_SLOTS, COMPRESSED_SLOTS = 256, 64
