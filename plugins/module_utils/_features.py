@@ -30,6 +30,7 @@ class Feature:
 FEATURES: Mapping[str, Feature] = {
     "queue_bound": Feature("LLMFLEET_QUEUE_BOUND", ("on",), ("cpu", "cuda")),
     "index_keys": Feature("LLMFLEET_INDEX_KEYS", ("bf16",), ("cuda",), {"indexer_logits": "triton"}),
+    "index_queries": Feature("LLMFLEET_INDEX_QUERIES", ("bf16",), ("cuda",), {"index_keys": "bf16"}),
     "indexer_logits": Feature("LLMFLEET_INDEXER_LOGITS", ("triton",), ("cuda",)),
     "sparse_mla": Feature("LLMFLEET_SPARSE_MLA", ("triton",), ("cuda",)),
 }
@@ -88,7 +89,7 @@ def check_features(features: Mapping[str, str], device: str) -> list[RefusalErro
                     RefusalError(
                         "feature_needs",
                         f"plan_features has {name}: {value} and {other}: {features.get(other, OFF)}",
-                        f"{other}: {wanted} with it, since no other reader knows that format",
+                        f"{other}: {wanted} with it, since nothing else goes with that format",
                         f"set {other}: {wanted} too",
                     )
                 )

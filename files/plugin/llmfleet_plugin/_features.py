@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from llmfleet_plugin import index_keys, indexer_logits, queue_bound, sparse_mla
+from llmfleet_plugin import index_keys, index_queries, indexer_logits, queue_bound, sparse_mla
 from llmfleet_plugin._feature import Feature
 
 FEATURES: tuple[Feature, ...] = (
     indexer_logits.FEATURE,
     index_keys.FEATURE,
+    index_queries.FEATURE,
     sparse_mla.FEATURE,
     queue_bound.FEATURE,
 )

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from llmfleet_plugin import index_keys, indexer_logits
+from llmfleet_plugin import index_keys, index_queries, indexer_logits
 from llmfleet_plugin._feature import VERSIONS, FeatureError, wanted
 
 ENGINE = Path(__file__).parents[3] / "files" / "engine"
@@ -155,3 +155,10 @@ def test_hicache_moves_whole_pages_only() -> None:
         page_aligned_only: bool
 
     assert index_keys._move_whole_pages([Region(16384, False)], None, 256) == [Region(16384, True)]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_query_is_hooked_where_it_is_called(version: str) -> None:
+    target = "sglang.srt.layers.attention.dsv4.indexer.fused_q_indexer_rope_hadamard_quant"
+    assert index_queries.HOOKS[version] == {target: "(q_input, weight, weight_scale, freqs_cis, positions)"}
+    assert index_queries.FEATURE.needs == {"index_keys": "bf16"}
