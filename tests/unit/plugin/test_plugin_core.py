@@ -4,15 +4,18 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 
 import pytest
 from llmfleet_plugin import EX_CONFIG
 from llmfleet_plugin._feature import Context, Feature, FeatureError, wanted
 from llmfleet_plugin._hooks import signature
+from llmfleet_plugin._install import install_wanted
 
 PLUGIN = Path(__file__).parents[3] / "files" / "plugin"
 STAND_IN = Path(__file__).parent / "stand_in_engine"
@@ -185,3 +188,17 @@ def test_a_feature_needs_what_it_needs() -> None:
     assert wanted((keys, reader), {"KEYS": "bf16", "READER": "triton"}) == {"keys": "bf16", "reader": "triton"}
     with pytest.raises(FeatureError, match="expected reader: triton with it"):
         wanted((keys, reader), {"KEYS": "bf16", "READER": "off"})
+
+
+def run_detokenizer_process(answers: SimpleQueue[dict[str, object]]) -> None:
+    answers.put(install_wanted({"LLMFLEET_QUEUE_BOUND": "on"}))
+
+
+def test_a_process_that_no_feature_changes_is_left_alone() -> None:
+    """SGLang is not installed here: looking for anything to hook would raise."""
+    context = multiprocessing.get_context("spawn")
+    answers: SimpleQueue[dict[str, object]] = context.SimpleQueue()
+    process = context.Process(target=run_detokenizer_process, args=(answers,))
+    process.start()
+    process.join()
+    assert (process.exitcode, answers.get()) == (0, {})
