@@ -356,8 +356,9 @@ def prune(wanted: Prune, dry: bool) -> tuple[list[str], dict[str, str]]:
             if path in complete:
                 os.remove(os.path.join(path, MANIFEST))
             shutil.rmtree(path)
-            if wanted.caches:
-                shutil.rmtree(os.path.join(wanted.caches, os.path.basename(path)), ignore_errors=True)
+            cache = os.path.join(wanted.caches, os.path.basename(path))
+            if wanted.caches and os.path.isdir(cache):
+                shutil.rmtree(cache)
     return removed, {path: why for path, why in used.items() if path in folders}
 
 
