@@ -19,14 +19,6 @@ from ansible_collections.llmfleet.sglang.plugins.module_utils._size import show_
 from ansible_collections.llmfleet.sglang.plugins.module_utils._wants import ENGINE_ROLES, ROLES, Wants
 
 SERVICE_USER = "llmfleet"
-# What the prefill and decode servers of a group have to have in common.
-_AGREED = (
-    "plan_engine_version",
-    "plan_device",
-    "plan_transfer_backend",
-    "plan_model_path",
-    "plan_served_model_name",
-)
 
 
 def choice(wants: Wants, name: str, allowed: Iterable[str]) -> None:
@@ -130,6 +122,19 @@ def check_host(wants: Wants, built: bool = True) -> list[RefusalError]:
     return refused
 
 
+def _agreed(wants: Wants) -> dict[str, str]:
+    """What the prefill and decode servers of a group have to have in common."""
+    names = (
+        "plan_engine_version",
+        "plan_device",
+        "plan_transfer_backend",
+        "plan_model_path",
+        "plan_served_model_name",
+    )
+    features = {"index_keys of plan_features": wants.features.get("index_keys", OFF)}
+    return {name: str(wants[name]) for name in names} | features
+
+
 def check_group(fleet: Mapping[str, Wants], group: str, host: str) -> list[RefusalError]:
     """What is wrong with a PD group as seen from one of its hosts."""
     refused = []
@@ -143,12 +148,12 @@ def check_group(fleet: Mapping[str, Wants], group: str, host: str) -> list[Refus
                     f"add a {role} to the group, or correct the group's name on its instances",
                 )
             )
-    for name in (*_AGREED, "index_keys of plan_features"):
-        values: dict[str, list[str]] = {}
-        for role in ENGINE_ROLES:
-            for wants, _instance in group_members(fleet, group, role):
-                value = str(wants[name]) if name in _AGREED else wants.features.get("index_keys", OFF)
-                values.setdefault(value, []).append(wants.host)
+    found: dict[str, dict[str, list[str]]] = {}
+    for role in ENGINE_ROLES:
+        for wants, _instance in group_members(fleet, group, role):
+            for name, value in _agreed(wants).items():
+                found.setdefault(name, {}).setdefault(value, []).append(wants.host)
+    for name, values in found.items():
         if len(values) > 1:
             told = ", ".join(f"{value!r} on {' '.join(sorted(set(hosts)))}" for value, hosts in sorted(values.items()))
             refused.append(
@@ -269,20 +274,19 @@ def check_gpu(wants: Wants, facts: Mapping[str, Any] | None) -> list[RefusalErro
     refused = _capability.check_driver(version, driver) if driver else []
     seen = {gpu["index"]: (gpu.get("nvml") or {}).get("capability") for gpu in topology["gpus"]}
     try:
-        config = parse_config(facts.get("model_config")) if facts is not None else None
+        parsed = parse_config(facts.get("model_config")) if facts is not None else None
     except RefusalError:
         # Whether the model can be read is told by what needs it.
-        config = None
+        parsed = None
+    config = parsed if isinstance(parsed, Mapping) else None
     for instance in wants.instances:
         if instance.role not in ENGINE_ROLES:
             continue
         found = [wants["plan_gpu_capability"]] if wants["plan_gpu_capability"] else [seen.get(n) for n in instance.gpus]
+        flags = effective_flags(wants, instance)
+        environment = wants["plan_environment"] | instance.environment
         for capability in sorted({text for text in found if text}):
-            flags = effective_flags(wants, instance)
-            environment = wants["plan_environment"] | instance.environment
-            asked = _capability.check(
-                version, capability, flags, config if isinstance(config, Mapping) else None, wants.features, environment
-            )
+            asked = _capability.check(version, capability, flags, config, wants.features, environment)
             refused += [
                 RefusalError(error.code, f"{instance.name}: {error.found}", error.expected, error.cure)
                 for error in asked

@@ -139,7 +139,7 @@ def ranks(wants: Wants, instance: Instance) -> int:
     flags = effective_flags(wants, instance)
     stages = integer(flags.get("pp-size", flags.get("pipeline-parallel-size", 1)), "pp-size")
     replicas = integer(flags.get("dp-size", flags.get("data-parallel-size", 1)), "dp-size")
-    divided = any(flag_value(flags.get(name)) is True for name in ("enable-dp-attention",)) or "attn-dp-size" in flags
+    divided = flag_value(flags.get("enable-dp-attention")) is True or "attn-dp-size" in flags
     return instance.tp_size * stages * (1 if divided else replicas)
 
 

@@ -32,8 +32,6 @@ class Engine:
     module: str
     devices: Mapping[str, Device]
     transfer_backends: tuple[str, ...]
-    # How the release stores the 128-wide index keys of DeepSeek V4.
-    index_keys: str = "fp8"
     environment: Mapping[str, str] = field(default_factory=dict)
     # Metrics and labels of the default release that this one does not have.
     missing_metrics: frozenset[str] = frozenset()

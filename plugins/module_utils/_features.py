@@ -57,7 +57,7 @@ def parse_features(value: Any, what: str) -> dict[str, str]:
             raise RefusalError(
                 "feature", f"{what} names {name!r}", f"one of {', '.join(FEATURES)}", f"correct its spelling in {what}"
             )
-        text = {True: "on", False: OFF}.get(raw, str(raw)) if isinstance(raw, bool) else str(raw)
+        text = ("on" if raw else OFF) if isinstance(raw, bool) else str(raw)
         if text != OFF and text not in feature.values:
             raise RefusalError(
                 "feature",

@@ -190,8 +190,8 @@ def _geometry_of(
     index_keys: str | None = None,
 ) -> Geometry | None:
     """The geometry of a server's KV cache. Where no HiCache is asked for it only informs, and may be unknown."""
-    engine = _engine.ENGINES.get(wants["plan_engine_version"])
-    keys = index_keys or wants.features.get("index_keys") or (engine.index_keys if engine else "fp8")
+    # Without the feature, every release stores index keys as fp8.
+    keys = index_keys or wants.features.get("index_keys", "fp8")
     try:
         server = _hicache.server_of(release, flags, environment, instance.tp_size, keys)
         return read_geometry(config, server)

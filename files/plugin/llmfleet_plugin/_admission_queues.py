@@ -6,12 +6,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import takewhile
 from typing import Any
 
 from llmfleet_plugin._admission import OUTRANKED, QUEUE_FULL, Load, decide
 from llmfleet_plugin._feature import FeatureError
+from llmfleet_plugin._ranks import ranks
 
 #: What the engine puts before the id of a request that only looks whether it is alive.
 HEALTH_CHECK = "HEALTH_CHECK"
@@ -44,12 +45,6 @@ def _abort_request(req: Any, reason: Mapping[str, Any]) -> Any:
     return AbortReq(rid=req.rid, finished_reason=reason)
 
 
-def _ranks_0_5_23(_scheduler: Any) -> Any:
-    from sglang.srt.runtime_context import get_parallel
-
-    return get_parallel()
-
-
 def _forget_0_5_23(scheduler: Any, req: Any) -> None:
     scheduler._release_aborted_request(req)
     scheduler.beam_coordinator.retire_group(req)
@@ -74,7 +69,7 @@ def _leave_waiting_0_5_16(scheduler: Any, req: Any) -> None:
 
 ENGINES: Mapping[str, Engine] = {
     "0.5.16": Engine(
-        ranks=lambda scheduler: scheduler.ps,
+        ranks=partial(ranks, "0.5.16"),
         abort=lambda scheduler, req, reason: scheduler.ipc_channels.send_to_tokenizer.send_output(
             _abort_request(req, reason), req
         ),
@@ -82,7 +77,7 @@ ENGINES: Mapping[str, Engine] = {
         leave_waiting=_leave_waiting_0_5_16,
     ),
     "0.5.23": Engine(
-        ranks=_ranks_0_5_23,
+        ranks=partial(ranks, "0.5.23"),
         abort=lambda scheduler, req, reason: scheduler.send_abort_output(_abort_request(req, reason), req),
         forget=_forget_0_5_23,
         leave_waiting=lambda scheduler, req: scheduler.release_aborted_prefill_waiting_req(req),
@@ -108,8 +103,8 @@ class Admission:
         self.admitted = 0
         #: Room -> when it was rejected here, oldest first.
         self.rejected_rooms: dict[int, float] = {}
-        ranks = engine.ranks(scheduler)
-        counts = settings.enable_metrics and ranks.attn_tp_rank == 0 and getattr(ranks, "attn_cp_rank", 0) == 0
+        place = engine.ranks(scheduler)
+        counts = settings.enable_metrics and place.attn_tp_rank == 0 and getattr(place, "attn_cp_rank", 0) == 0
         self.accepted_total: Any = None
         self.rejected_total: Any = None
         if counts:

@@ -22,11 +22,9 @@ class FeatureError(Exception):
 
 @dataclass(frozen=True)
 class Context:
-    """What a feature may know when it is installed: the engine's version, the value asked for, everything asked for."""
+    """What a feature may know when it is installed: the engine's version."""
 
     version: str
-    value: str
-    wanted: Mapping[str, str]
 
 
 @dataclass(frozen=True)

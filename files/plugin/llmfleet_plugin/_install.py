@@ -13,6 +13,7 @@ from llmfleet_plugin import _report
 from llmfleet_plugin._feature import Context, Feature, check_version, wanted
 from llmfleet_plugin._features import FEATURES
 from llmfleet_plugin._hooks import Hooks
+from llmfleet_plugin._ranks import ranks
 
 logger = logging.getLogger("llmfleet")
 
@@ -48,21 +49,12 @@ def install(
     chosen = [(feature, Hooks(feature.hooks[version])) for feature in features if feature.name in asked]
     active: dict[str, dict[str, Any]] = {}
     for feature, hooks in chosen:
-        details = feature.install(Context(version, asked[feature.name], asked), hooks)
+        details = feature.install(Context(version), hooks)
         hooks.apply()
         active[feature.name] = {"value": asked[feature.name], **details}
         logger.info("llmfleet: feature %s=%s is active: %s", feature.name, asked[feature.name], details)
     report(version, active, environment)
     return active
-
-
-def _ranks(version: str, scheduler: Any) -> Any:
-    """The object that holds a scheduler's ``tp_rank``, ``pp_rank`` and ``dp_rank``."""
-    if version == "0.5.16":
-        return scheduler.ps
-    from sglang.srt.runtime_context import get_parallel
-
-    return get_parallel()
 
 
 def report(version: str, active: Mapping[str, Mapping[str, Any]], environment: Mapping[str, str]) -> None:
@@ -71,8 +63,8 @@ def report(version: str, active: Mapping[str, Mapping[str, Any]], environment: M
         _report.write("main", version, active, environment)
 
     def tell(_result: None, scheduler: Any, server_args: Any, *_args: Any, **_kwargs: Any) -> None:
-        ranks = _ranks(version, scheduler)
-        process = _report.rank_name(ranks.tp_rank, ranks.pp_rank, ranks.dp_rank)
+        place = ranks(version, scheduler)
+        process = _report.rank_name(place.tp_rank, place.pp_rank, place.dp_rank)
         _report.write(process, version, active, environment)
         if server_args.enable_metrics:
             _report.count(process, active)

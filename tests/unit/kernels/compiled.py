@@ -7,11 +7,15 @@ import json
 import os
 import re
 import subprocess
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 RECORD = Path(__file__).parents[3] / "docs" / "benchmarks" / "compile.json"
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -39,6 +43,30 @@ class Resources:
     shared_bytes: int
     registers: int
     stack_bytes: int
+
+
+def build(
+    kernel: Any,
+    capability: int,
+    types: Mapping[str, str],
+    constants: Mapping[str, object],
+    aligned: Iterable[str],
+    warps: int,
+) -> Any:
+    """A kernel of Triton for a device of this compute capability, as its launcher would build it.
+
+    ``types`` are those of its arguments by name, int32 where it has none; ``aligned`` are the arguments of which the
+    launcher sees that they are multiples of 16.
+    """
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    source = ASTSource(
+        kernel,
+        signature,
+        {(names.index(name),): value for name, value in constants.items()},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
 
 
 def resources(cubin: Path) -> dict[str, Resources]:

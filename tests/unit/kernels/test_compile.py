@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-from llmfleet_kernels.logits import paged_logits_kernel  # noqa: E402
-from llmfleet_kernels.logits_tile import (  # noqa: E402
+from llmfleet_kernels.logits import paged_logits_kernel
+from llmfleet_kernels.logits_tile import (
     BF16,
     FP8,
     KEY_DIM,
@@ -26,10 +26,8 @@ from llmfleet_kernels.logits_tile import (  # noqa: E402
     KeyFormat,
     choose_tile,
 )
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
 
-from tests.unit.kernels.compiled import DEVICES, Resources, compare, resources  # noqa: E402
+from tests.unit.kernels.compiled import DEVICES, Resources, build, compare, resources
 
 HEADS = 64
 TYPES = {"bf16": "*bf16", "fp8": "*fp8e4nv"}
@@ -56,14 +54,9 @@ def compile_logits(capability: int, keys: KeyFormat, query: KeyFormat, stages: i
         "page_table": "*i32",
         "logits": "*fp32",
     }
-    names = paged_logits_kernel.arg_names
-    signature = {name: pointers.get(name, "constexpr" if name in constants else "i32") for name in names}
-    # What the launcher sees of aligned tensors; the other pointers are not specialised on.
-    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ("q", "keys", "scales", "weights")}
-    source = ASTSource(
-        paged_logits_kernel, signature, {(names.index(name),): value for name, value in constants.items()}, aligned
-    )
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": WARPS})
+    # The other pointers are not specialised on.
+    aligned = ("q", "keys", "scales", "weights")
+    return build(paged_logits_kernel, capability, pointers, constants, aligned, WARPS)
 
 
 @pytest.mark.parametrize("planned_rows", [0, *PLANNED_ROWS])

@@ -12,14 +12,12 @@ from typing import Any
 
 import pytest
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-from llmfleet_kernels.index_query import ROPE_DIM, VECTORS, WARPS, index_query_kernel  # noqa: E402
-from llmfleet_kernels.logits_tile import KEY_DIM  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+from llmfleet_kernels.index_query import ROPE_DIM, VECTORS, WARPS, index_query_kernel
+from llmfleet_kernels.logits_tile import KEY_DIM
 
-from tests.unit.kernels.compiled import DEVICES, Resources, compare, resources  # noqa: E402
+from tests.unit.kernels.compiled import DEVICES, Resources, build, compare, resources
 
 HEADS = 64
 BLOCKS = 24
@@ -39,14 +37,9 @@ def compile_query(capability: int, positions: str = "*i64") -> Any:
         "scaled_weights": "*fp32",
         "weight_scale": "fp32",
     }
-    names = index_query_kernel.arg_names
-    signature = {name: types.get(name, "constexpr" if name in constants else "i32") for name in names}
-    # What the launcher sees of aligned tensors; the other pointers are not specialised on.
-    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ("q", "factors", "query", "scaled_weights")}
-    source = ASTSource(
-        index_query_kernel, signature, {(names.index(name),): value for name, value in constants.items()}, aligned
-    )
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": WARPS})
+    # The other pointers are not specialised on.
+    aligned = ("q", "factors", "query", "scaled_weights")
+    return build(index_query_kernel, capability, types, constants, aligned, WARPS)
 
 
 @pytest.mark.parametrize("positions", ["*i32", "*i64"])

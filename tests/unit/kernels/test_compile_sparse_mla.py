@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch")
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-from llmfleet_kernels.sparse_mla import _attend, _merge, choose_splits, choose_tile  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+from llmfleet_kernels.sparse_mla import _attend, _merge, choose_splits, choose_tile
 
-from tests.unit.kernels.compiled import DEVICES, Resources, compare, resources  # noqa: E402
+from tests.unit.kernels.compiled import DEVICES, Resources, build, compare, resources
 
 POINTERS = {
     "query": "*bf16",
@@ -33,23 +31,11 @@ POINTERS = {
 }
 
 
-def build(kernel: Any, capability: int, constants: dict[str, int], *, warps: int) -> Any:
+def build_aligned(kernel: Any, capability: int, constants: dict[str, int], *, warps: int) -> Any:
     """Return `kernel` compiled with the given constants; every pointer and stride of the query is a multiple of 16."""
-    names = kernel.arg_names
-    types = {**POINTERS, "scale_log2": "fp32", **dict.fromkeys(constants, "constexpr")}
-    signature = {name: types.get(name, "i32") for name in names}
-    aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(names)
-        if signature[name].startswith("*") or name.startswith("query_")
-    }
-    source = ASTSource(
-        fn=kernel,
-        signature=signature,
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs=aligned,
-    )
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+    arguments = [name for name in kernel.arg_names if name not in constants]
+    aligned = [name for name in arguments if name in POINTERS or name.startswith("query_")]
+    return build(kernel, capability, {**POINTERS, "scale_log2": "fp32"}, constants, aligned, warps)
 
 
 def measure(built: Any, folder: Path) -> Resources:
@@ -75,7 +61,7 @@ def test_attend(capability: int, heads: int, split: bool, tmp_path: Path) -> Non
         "SPLIT": split,
         "STAGES": tile.stages,
     }
-    built = build(_attend, capability, constants, warps=tile.warps)
+    built = build_aligned(_attend, capability, constants, warps=tile.warps)
     used = measure(built, tmp_path)
     assert used.shared_bytes <= DEVICES[capability].shared_bytes
     assert used.registers * 32 * tile.warps <= DEVICES[capability].registers
@@ -89,7 +75,7 @@ def test_attend(capability: int, heads: int, split: bool, tmp_path: Path) -> Non
 @pytest.mark.parametrize("capability", DEVICES)
 @pytest.mark.parametrize("columns", [128, 512])
 def test_merge(capability: int, columns: int, tmp_path: Path) -> None:
-    built = build(_merge, capability, {"SPLITS": 16, "COLUMNS": columns}, warps=columns // 128)
+    built = build_aligned(_merge, capability, {"SPLITS": 16, "COLUMNS": columns}, warps=columns // 128)
     used = measure(built, tmp_path)
     assert used.shared_bytes <= DEVICES[capability].shared_bytes
     assert used.stack_bytes == 0

@@ -273,7 +273,7 @@ def installed(version: str) -> dict[str, Callable[..., Any]]:
 
         after = around
 
-    queue_bound.install(Context(version, "on", {"queue_bound": "on"}), Recorder())  # type: ignore[arg-type]
+    queue_bound.install(Context(version), Recorder())  # type: ignore[arg-type]
     return hooked
 
 
