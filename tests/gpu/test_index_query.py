@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -114,45 +112,31 @@ def test_wrong_arguments_are_refused() -> None:
     assert "taken" not in cases.refused("cuda").values()
 
 
-def build_engine_kernel(engine: store.Engine, folder: Path, capability: int) -> Path:
-    """Shared library with the engine's fp8 kernel as ``query``; its source is beside that of the store."""
-    source = (engine.root / engine.entry["file"]).with_name("main_norm_rope.cuh")
-    import tvm_ffi.libinfo
-
-    function = {"query": "FusedQIndexerRopeHadamardQuantKernel<bf16_t, true>::forward"}
-    unit = folder / "unit.cu"
-    unit.write_text(store.translation_unit(source, function), encoding="utf-8")
-    link = ["-shared", "-Xcompiler=-fPIC", f"-L{Path(tvm_ffi.libinfo.find_libtvm_ffi()).parent}", "-ltvm_ffi"]
-    subprocess.run(store.nvcc(engine, unit, folder / "query.so", capability, *link), check=True)
-    return folder / "query.so"
-
-
-@pytest.fixture(scope="module", params=ENGINES, ids=lambda engine: engine.version)
-def engine_kernel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    tvm_ffi = pytest.importorskip("tvm_ffi")
+@pytest.fixture(params=ENGINES, ids=lambda engine: engine.version)
+def engine(request: pytest.FixtureRequest) -> store.Engine:
+    pytest.importorskip("tvm_ffi")
     if shutil.which("nvcc") is None:
         pytest.skip("nvcc is not on PATH")
-    major, minor = torch.cuda.get_device_capability()
-    library = build_engine_kernel(request.param, tmp_path_factory.mktemp("engine"), 10 * major + minor)
-    return tvm_ffi.load_module(str(library))
+    engine: store.Engine = request.param
+    return engine
 
 
 @pytest.mark.skipif(not ENGINES, reason=f"no SGLang with a known store is here: name its folder in {store.TREES}")
 @pytest.mark.parametrize(
-    "name", ["17_rows_of_1", "3_rows_of_64", "int32_positions", "sliced_weights", "one_hot_turned"]
+    "name",
+    [f"{2 * cases.VECTORS + 1}_rows_of_1", "3_rows_of_64", "int32_positions", "sliced_weights", "one_hot_turned"],
 )
-def test_the_engine_computes_the_same_in_fp8(engine_kernel: Any, name: str) -> None:
+def test_the_engine_computes_the_same_in_fp8(engine: store.Engine, name: str) -> None:
     """Its scale is in its weights: divided out, both queries differ by the rounding of fp8 and no more."""
+    from tests.gpu.index_query_engine import engine_query
+
     case = cases.CASES[name]("cuda")
-    coarse = torch.empty(case.q.shape, dtype=torch.float8_e4m3fn, device="cuda")
-    weights = torch.empty(*case.q.shape[:2], 1, dtype=torch.float32, device="cuda")
-    table = torch.view_as_real(case.factors).flatten(1)
-    engine_kernel["query"](case.q, coarse, case.weights, weights, case.weight_scale, table, case.positions)
+    coarse, weights = engine_query(engine, case)
     fine, scaled = index_query(*case.arguments)
 
     exact, _weights = reference_query(*case.arguments)
     scale = exact.abs().amax(-1).clamp(min=1e-4) / 448
-    assert torch.allclose(weights.squeeze(-1).double(), scaled.double() * scale, rtol=1e-5, atol=0)
+    assert torch.allclose(weights.double(), scaled.double() * scale, rtol=1e-5, atol=0)
     # Half a step of e4m3: 2^-4 of the value, 2^-10 of the scale below its normal numbers.
     sums = cases.SUMS * case.q.double().norm(dim=-1, keepdim=True)
     coarsely = 2**-4 * exact.abs() + 2**-10 * scale[..., None] + sums
@@ -168,8 +152,7 @@ def test_the_engine_computes_the_same_in_fp8(engine_kernel: Any, name: str) -> N
     pages = torch.zeros(rows, 1, dtype=torch.int32, device="cuda")
     lengths = torch.full((rows,), PAGE, dtype=torch.int32, device="cuda")
     engine, ours = (
-        reference_logits(q, keys, weight, lengths, pages, PAGE)
-        for q, weight in ((coarse, weights.squeeze(-1)), (fine, scaled))
+        reference_logits(q, keys, weight, lengths, pages, PAGE) for q, weight in ((coarse, weights), (fine, scaled))
     )
     size = reference_logits(fine, keys, scaled.abs(), lengths, pages, PAGE).norm()
     assert ((engine - ours).norm() / size).item() <= 0.05

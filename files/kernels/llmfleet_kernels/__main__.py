@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import torch
 
+from .index_query import ROPE_DIM, index_query, reference_query
 from .logits import paged_logits, reference_logits
 from .logits_tile import BF16, FP8, KEY_DIM, PAGE, KeyFormat
 from .sparse_mla import KeyList, sparse_mla_decode
@@ -57,11 +58,24 @@ def attention_error(heads: int) -> float:
     return float((found.double() - wanted).norm() / wanted.norm())
 
 
+def query_error() -> float:
+    """Norm of the error of the index query, relative to the norm of the query."""
+    q = torch.randn(9, 64, KEY_DIM, device="cuda", dtype=torch.bfloat16)
+    weights = torch.randn(9, 64, device="cuda", dtype=torch.bfloat16)
+    angles = 2 * torch.pi * torch.rand(4096, ROPE_DIM // 2, device="cuda")
+    factors = torch.polar(torch.ones_like(angles), angles)
+    positions = torch.randint(len(factors), (len(q),), device="cuda")
+    found, _weights = index_query(q, weights, KEY_DIM**-0.5, factors, positions)
+    wanted, _weights = reference_query(q, weights, KEY_DIM**-0.5, factors, positions)
+    return float((found.double() - wanted).norm() / wanted.norm())
+
+
 def checks() -> Iterator[tuple[str, float, float]]:
     """Name, error and bound of each kernel. The bounds are those of ``tests/gpu``."""
     yield "indexer logits, bf16 keys", logits_error(BF16), 1e-6
     # Products of fp8 are summed with 14 bits by the tensor cores of sm_90.
     yield "indexer logits, fp8 keys", logits_error(FP8), 1e-3
+    yield "index query", query_error(), 2e-3
     for heads in HEADS:
         yield f"sparse MLA, {heads} heads", attention_error(heads), 2**-8
 

@@ -16,7 +16,7 @@ spreads large elements for fp8, and with bf16 it is there because the keys have 
 
 A stage of the transform adds and subtracts elements that differ in one bit of their number. Each stage here takes the
 lowest bit and puts it on top, so that all stages are the same code, and after seven of them every bit is back in its
-place. One warp works on eight vectors and waits for no other. Positions are read on the device: a captured CUDA graph
+place. One warp works on four vectors and waits for no other. Positions are read on the device: a captured CUDA graph
 stays valid when they change.
 """
 
@@ -35,9 +35,9 @@ if TYPE_CHECKING:  # PyTorch is imported where it is used: compiling the kernel 
 
 ROPE_DIM = 64
 """Elements that the rotary embedding turns, the last of a vector."""
-VECTORS = 8
-"""Vectors of a program. With one warp 4, 8 and 16 vectors take 26.5, 24 and 23 instructions of sm_90 an element and 59,
-72 and 150 registers a thread; with four warps it is 32 and more. Counted in the machine code, not timed.
+VECTORS = 4
+"""Vectors of a program. 8 take 7 % less time for 8,192 rows of 64 heads, and 8 % more for one, which decode waits for
+(``docs/benchmarks/index_query_h200.json``, with the times of other numbers).
 """
 WARPS = 1
 
@@ -79,18 +79,19 @@ def index_query_kernel(  # type: ignore[no-untyped-def]
     vector = tl.program_id(0) * VECTORS + tl.arange(0, VECTORS)
     exists = vector < vectors
     row = vector // HEADS
+    element = tl.arange(0, KEY_DIM)[None, :]
     # 64 bits: a long prefill has more than 2^31 elements.
-    offset = vector.to(tl.int64)[:, None] * KEY_DIM + tl.arange(0, KEY_DIM)[None, :]
+    offset = vector.to(tl.int64)[:, None] * KEY_DIM + element
     value = tl.load(q + offset, mask=exists[:, None], other=0.0).to(tl.float32)
     even, odd = _neighbours(value, VECTORS, KEY_DIM)
 
-    # Pairs in front of the turned ones are multiplied by 1.
-    pair = tl.arange(0, KEY_DIM // 2)[None, :] - (KEY_DIM - ROPE_DIM) // 2
+    # Factors in the shape of the vectors, 1 and 0 for what is not turned: each thread loads those of its own elements,
+    # and nothing is exchanged for them.
+    turned = element - (KEY_DIM - ROPE_DIM)
     position = tl.load(positions + row, mask=exists, other=0).to(tl.int64)[:, None]
-    factor = factors + position * ROPE_DIM + 2 * pair
-    turned = exists[:, None] & (pair >= 0)
-    real = tl.load(factor, mask=turned, other=1.0)
-    imaginary = tl.load(factor + 1, mask=turned, other=0.0)
+    factor = tl.load(factors + position * ROPE_DIM + turned, mask=exists[:, None] & (turned >= 0), other=0.0)
+    factor = tl.where(turned >= 0, factor, (1 - element % 2).to(tl.float32))
+    real, imaginary = _neighbours(factor, VECTORS, KEY_DIM)
     value = _stage(even * real - odd * imaginary, even * imaginary + odd * real, VECTORS, KEY_DIM)
     for _stage_number in tl.static_range(1, STAGES):
         even, odd = _neighbours(value, VECTORS, KEY_DIM)
