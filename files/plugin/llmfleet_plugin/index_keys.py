@@ -3,9 +3,10 @@
 
 A page of the pool holds 64 keys. The patched ``fused_norm_rope_v2.cuh`` stores them, ``indexer_logits`` reads them; the
 hooks here see to it that pool and budget count them, that prefill and decode with unlike keys refuse each other at
-their handshake, and that HiCache copies whole pages only. What would mix them with fp8 keys is refused at start.
+their handshake, and that HiCache copies whole pages only. What would mix them with fp8 keys is refused: flags at start,
+a storage of HiCache also when it is attached to a running server.
 
-The query stays fp8: its scale is in the weights, and the kernel widens it to bf16 without loss.
+Without ``index_queries`` the query stays fp8: its scale is in the weights, and the logits kernel widens it without loss.
 """
 
 from __future__ import annotations
@@ -62,7 +63,10 @@ _STORE_ARGUMENTS = (
 )
 _PEER = "sglang.srt.disaggregation.common.conn.CommonKVManager.__init__"
 _REGIONS = "sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler._dsv4_indexer_regions"
+#: What a scheduler does when an operator attaches a storage to HiCache (``PUT /hicache/storage-backend``).
+_ATTACH = "sglang.srt.managers.scheduler.Scheduler.attach_hicache_storage_wrapped"
 _COMMON = {
+    _ATTACH: "(self, recv_req)",
     f"{_POOL}.DeepSeekV4IndexerPool._create_buffer": "(self)",
     f"{_POOL}.DeepSeekV4TokenToKVPool.get_index_k_with_scale_buffer": "(self, layer_id)",
 }
@@ -86,6 +90,7 @@ HOOKS = {
 
 def install(context: Context, hooks: Hooks) -> dict[str, Any]:
     check_patched(Path(find_package("sglang")), context.version)
+    hooks.replace(_ATTACH, _refuse_storage)
     hooks.around(f"{_POOL}.DeepSeekV4IndexerPool._create_buffer", _create_pool)
     hooks.after(f"{_POOL}.DeepSeekV4TokenToKVPool.get_index_k_with_scale_buffer", _show_reader)
     hooks.around(_STORE, _store)
@@ -130,6 +135,18 @@ def refuse_flags(server_args: Any) -> None:
                 f"--{name.replace('_', '-')} is given and index_keys is bf16: {why}; expected one of the two; "
                 "leave the flag out or turn index_keys off"
             )
+
+
+def _refuse_storage(_scheduler: Any, _request: Any) -> Any:
+    """Instead of attaching a storage to HiCache: the reason, which the caller gets with HTTP 400."""
+    from sglang.srt.managers.io_struct import AttachHiCacheStorageReqOutput
+
+    reason = (
+        f"index_keys is bf16: {REFUSED_FLAGS['hicache_storage_backend']}; expected HiCache in host memory alone; "
+        "attach no storage or turn index_keys off"
+    )
+    logger.warning("llmfleet: a HiCache storage is not attached: %s", reason)
+    return AttachHiCacheStorageReqOutput(success=False, message=reason)
 
 
 def _create_pool(original: Callable[..., None], pool: Any) -> None:

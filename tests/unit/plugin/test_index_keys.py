@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -95,6 +96,15 @@ def test_flag_that_cannot_be_had_is_refused(name: str) -> None:
 
 def test_flags_that_are_off_or_unknown_to_the_version_are_taken() -> None:
     index_keys.refuse_flags(SimpleNamespace(enable_hisparse=False, hicache_storage_backend=None))
+
+
+def test_a_storage_attached_later_is_refused_for_the_same_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = SimpleNamespace(AttachHiCacheStorageReqOutput=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", answers)
+    answer = index_keys._refuse_storage("scheduler", SimpleNamespace(hicache_storage_backend="file"))
+    assert answer.success is False
+    assert index_keys.REFUSED_FLAGS["hicache_storage_backend"] in answer.message
+    assert "attach no storage or turn index_keys off" in answer.message
 
 
 def test_a_key_takes_256_bytes_everywhere() -> None:
