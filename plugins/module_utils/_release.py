@@ -12,6 +12,7 @@ import glob
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -373,8 +374,13 @@ def _named(folders: Sequence[str], references: Sequence[str]) -> dict[str, str]:
                 path = os.path.join(parent, name)
                 with open(path, encoding="utf-8", errors="replace") as stream:
                     text = stream.read()
-                found |= {folder: path for folder in folders if f"{folder}/" in text}
+                found |= {folder: path for folder in folders if _names(text, folder)}
     return found
+
+
+def _names(text: str, folder: str) -> bool:
+    """Whether a text names a folder or what lies in it, and not another one whose name only begins alike."""
+    return re.search(rf"{re.escape(folder)}(?![\w.-])", text) is not None
 
 
 def _target(link: str) -> str:
@@ -386,7 +392,8 @@ def _target(link: str) -> str:
 
 
 def _running(folders: Sequence[str], proc: str) -> dict[str, str]:
-    """``{folder: process}`` of the folders that a process has files of: mapped, open, as program or as working folder.
+    """``{folder: process}`` of the folders that a process has files of (mapped, open, as program or as working folder)
+    or was given as an argument: files that links in a folder lead to are mapped by their own paths.
 
     A process that ends while it is looked at uses nothing any more.
     """
@@ -397,10 +404,12 @@ def _running(folders: Sequence[str], proc: str) -> dict[str, str]:
             with open(f"{proc}/{pid}/maps", encoding="utf-8", errors="replace") as stream:
                 texts.append(stream.read())
             names = ["exe", "cwd", *(f"fd/{number}" for number in os.listdir(f"{proc}/{pid}/fd"))]
-            texts += [f"{_target(f'{proc}/{pid}/{name}')}/" for name in names]
+            texts += [_target(f"{proc}/{pid}/{name}") for name in names]
+            with open(f"{proc}/{pid}/cmdline", encoding="utf-8", errors="replace") as stream:
+                texts += stream.read().split("\0")
         except (FileNotFoundError, ProcessLookupError):
             pass
         for folder in folders:
-            if any(f"{folder}/" in text for text in texts):
+            if any(_names(text, folder) for text in texts):
                 found[folder] = f"process {pid}"
     return found

@@ -16,11 +16,6 @@ description:
   - Counted is memory that processes made themselves, not the page cache of files.
   - A unit that does not run is reported with its state and without memory.
 options:
-  units:
-    description: Unit names with their suffix.
-    type: list
-    elements: str
-    required: true
   numa_maps:
     description:
       - Whether to read C(/proc/PID/numa_maps). It sees hugepages, which a unit's cgroup does not count.
@@ -45,6 +40,7 @@ options:
     default: /sys
 extends_documentation_fragment:
   - llmfleet.sglang.reads_only
+  - llmfleet.sglang.units
 """
 
 EXAMPLES = r"""

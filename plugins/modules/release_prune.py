@@ -8,16 +8,17 @@ from __future__ import annotations
 
 DOCUMENTATION = r"""
 module: release_prune
-short_description: Remove old releases that no unit names and no process uses
+short_description: Remove old releases and overlays that no unit names and no process uses
 version_added: 0.1.0
 author: llmfleet developers (@llmfleet)
 description:
   - Of the complete releases below C(root), those that a unit or an environment file names, that a process uses, or
-    that C(protect) lists stay. Of the others the newest C(keep) stay, and the rest is removed, with its caches. What an
-    interrupted build left is removed too, unless a build is going on.
+    that C(protect) lists stay. Of the others the newest C(keep) stay, and the rest is removed, with its caches.
+  - Folders without C(manifest.json), which are overlays of a model's folder and what an interrupted build left, are
+    removed whenever nothing uses them, unless a build is going on.
 options:
   root:
-    description: The folder of all releases of one kind.
+    description: The folder of all releases of one kind, or of all overlays.
     type: path
     required: true
   keep:
@@ -52,6 +53,11 @@ EXAMPLES = r"""
   llmfleet.sglang.release_prune:
     root: /opt/llmfleet/releases
     keep: 2
+
+- name: Remove overlays of models that nothing uses
+  llmfleet.sglang.release_prune:
+    root: /opt/llmfleet/overlays
+    keep: 0
 """
 
 RETURN = r"""

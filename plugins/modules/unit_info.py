@@ -15,14 +15,9 @@ description:
   - Reads unit properties, the fingerprint that the unit's start has left in its runtime directory, and what a server's
     processes report there about the features of the engine's plugin.
   - A unit that does not exist is reported as not loaded, so that an empty host can be read too.
-options:
-  units:
-    description: Unit names with their suffix.
-    type: list
-    elements: str
-    required: true
 extends_documentation_fragment:
   - llmfleet.sglang.reads_only
+  - llmfleet.sglang.units
 """
 
 EXAMPLES = r"""

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ansible_collections.llmfleet.sglang.plugins.module_utils import _release
+from ansible_collections.llmfleet.sglang.plugins.module_utils import _overlay, _release
 from ansible_collections.llmfleet.sglang.plugins.module_utils._release import (
     BuildError,
     BusyError,
@@ -212,6 +212,36 @@ def test_prune_keeps_what_is_used_and_the_newest(tmp_path: Path) -> None:
         str(root / "f"): "process 42",
     }
     assert prune(wanted, dry=False)[0] == []
+
+
+def test_prune_removes_overlays_that_nothing_uses_and_no_checkpoint(tmp_path: Path) -> None:
+    root, units, proc, model = (tmp_path / name for name in ("overlays", "units", "proc", "model"))
+    for folder in (root, units, proc / "42/fd", model):
+        folder.mkdir(parents=True)
+    for name in ("0a", "0ab", "0c", "0d", "0e", "0f"):
+        _overlay.write(str(root / name), {"config.json": f"-> {model}/config.json", "generation_config.json": "{}"})
+    (model / "config.json").write_text("{}")
+    (units / "x.service").write_text(f"ExecStart=python \\\n    --model-path \\\n    {root}/0a \\\n    --host\n")
+    (units / "x.env").write_text(f'MODEL="{root}/0e"\n')
+    (proc / "42/maps").write_text(f"7f00-7f01 r--p 0 0:0 1 {model}/model.safetensors\n")
+    (proc / "42/cmdline").write_text(f"python\0--model-path\0{root}/0c\0")
+    (proc / "42/exe").symlink_to("/usr/bin/python3")
+    (proc / "42/cwd").symlink_to("/")
+    wanted = Prune(str(root), 0, ["0f"], [str(units)], proc=str(proc))
+    expected = [str(root / name) for name in ("0ab", "0d")]
+    assert prune(wanted, dry=True)[0] == expected
+    assert prune(wanted, dry=False)[0] == expected
+    assert sorted(path.name for path in root.iterdir() if path.is_dir()) == ["0a", "0c", "0e", "0f"]
+    assert (model / "config.json").read_text() == "{}"
+    assert prune(wanted, dry=False)[0] == []
+
+
+@given(
+    end=st.text(alphabet=st.sampled_from("abz09_-.")),
+    more=st.sampled_from(["", "/", "/venv/bin", '"', "'", "\n", " \\"]),
+)
+def test_a_folder_is_named_by_its_whole_name(end: str, more: str) -> None:
+    assert _release._names(f"--model-path=/opt/overlays/0a{end}{more}", "/opt/overlays/0a") == (end == "")
 
 
 def test_prune_of_nothing(tmp_path: Path) -> None:
