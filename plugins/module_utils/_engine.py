@@ -174,6 +174,7 @@ DEFAULT_ROUTER = "1.13.0"
 
 # Where the engine's parts keep what they compile at run time: variable -> folder in the release's cache.
 CACHES: Mapping[str, str] = {
+    "CUDA_CACHE_PATH": "cuda",
     "CUTE_DSL_CACHE_DIR": "cute_dsl",
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
     "SGLANG_CACHE_DIR": "sglang",
