@@ -6,7 +6,8 @@ hooks here see to it that pool and budget count them, that prefill and decode wi
 their handshake, and that HiCache copies whole pages only. What would mix them with fp8 keys is refused: flags at start,
 a storage of HiCache also when it is attached to a running server.
 
-Without ``index_queries`` the query stays fp8: its scale is in the weights, and the logits kernel widens it without loss.
+Without ``index_queries`` the query stays fp8: its scale is in the weights, and the logits kernel widens it without
+loss.
 """
 
 from __future__ import annotations
