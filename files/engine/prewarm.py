@@ -243,7 +243,7 @@ class Request:
         prompts = []
         for number, length in enumerate(self.lengths):
             draw = random.Random(self.seed * 1000 + number)  # noqa: S311 - only has to differ
-            prompts.append([draw.randrange(3, max(4, min(vocabulary, 4000))) for _ in range(length)])
+            prompts.append([draw.randrange(3, max(4, min(vocabulary, 4000))) for _number in range(length)])
         return {
             "input_ids": prompts if len(prompts) > 1 else prompts[0],
             "bootstrap_host": self.host,
