@@ -16,7 +16,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,24 +125,31 @@ def nvcc(engine: Engine, unit: Path, output: Path, capability: int, *options: st
     return ["nvcc", *FLAGS, target, f"-DSGL_CUDA_ARCH={capability}0", *headers, *options, "-o", str(output), str(unit)]
 
 
-@functools.cache
-def library(engine: Engine, *, patched: bool, capability: int = 90) -> Path:
-    """Shared library with ``exports``, built once and kept in ``LLMFLEET_CACHE/index_key_store`` under its digest."""
+def shared_library(engine: Engine, kept: str, matter: object, text: Callable[[Path], str], capability: int) -> Path:
+    """Shared library of the .cu file whose text is made for the folder it is built in; built once and kept in
+    ``LLMFLEET_CACHE/<kept>`` under the digest of all that matters."""
     import tvm_ffi.libinfo
 
-    cache = Path(os.environ.get("LLMFLEET_CACHE") or Path.home() / ".cache" / "llmfleet") / "index_key_store"
-    functions = exports(engine.version, patched=patched)
-    digest = hashlib.sha256(
-        repr((engine.entry["after" if patched else "before"], sorted(functions.items()), FLAGS, capability)).encode()
-    ).hexdigest()[:16]
-    built = cache / f"{digest}.so"
+    cache = Path(os.environ.get("LLMFLEET_CACHE") or Path.home() / ".cache" / "llmfleet") / kept
+    built = cache / f"{hashlib.sha256(repr((matter, FLAGS, capability)).encode()).hexdigest()[:16]}.so"
     if not built.exists():
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as name:
-            folder = Path(name)
-            unit = folder / "unit.cu"
-            unit.write_text(translation_unit(engine.source(folder, patched=patched), functions), encoding="utf-8")
+            unit = Path(name) / "unit.cu"
+            unit.write_text(text(unit.parent), encoding="utf-8")
             link = ["-shared", "-Xcompiler=-fPIC", f"-L{Path(tvm_ffi.libinfo.find_libtvm_ffi()).parent}", "-ltvm_ffi"]
-            subprocess.run(nvcc(engine, unit, folder / "unit.so", capability, *link), check=True)
-            (folder / "unit.so").replace(built)
+            subprocess.run(nvcc(engine, unit, unit.with_suffix(".so"), capability, *link), check=True)
+            unit.with_suffix(".so").replace(built)
     return built
+
+
+@functools.cache
+def library(engine: Engine, *, patched: bool, capability: int = 90) -> Path:
+    """Shared library with ``exports``."""
+    functions = exports(engine.version, patched=patched)
+
+    def text(folder: Path) -> str:
+        return translation_unit(engine.source(folder, patched=patched), functions)
+
+    matter = (engine.entry["after" if patched else "before"], sorted(functions.items()))
+    return shared_library(engine, "index_key_store", matter, text, capability)

@@ -159,9 +159,9 @@ def cut(config: Mapping[str, Any], least: int = 1) -> dict[str, Any]:
     """A model's ``config.json`` with the fewest first layers that hold every kind of layer, and at least ``least``.
 
     Always the first ones, so that whatever counts from the front (dense layers, hash layers, every fourth layer) stays
-    as it is. Lists with an entry for each layer are cut with them (entries for draft layers stay), and so
-    are lists that name layers. Of a model with a text
-    model inside, that one is cut. A config that does not tell its layers stays as it is.
+    as it is. Lists with an entry for each layer are cut with them (entries for draft layers stay), and so are lists
+    that name layers. Of a model with a text model inside, that one is cut. A config that does not tell its layers stays
+    as it is.
     """
     for name in TEXT_MODELS:
         if "num_hidden_layers" not in config and isinstance(config.get(name), Mapping):

@@ -24,40 +24,17 @@ sys.path[:0] = [str(ROOT), str(ROOT / ".collections")]
 
 import torch  # noqa: E402
 import tvm_ffi  # noqa: E402
-from triton.testing import do_bench  # noqa: E402
 
 from tests import index_key_store as store  # noqa: E402
 from tests.gpu import index_key_reference as reference  # noqa: E402
 from tests.gpu.index_key_reference import EPSILON, KEY_DIM, RATIO  # noqa: E402
+from tests.gpu.timing import copy_bandwidth, graph, in_turns  # noqa: E402
 
 KEYS = 1 << 18
 POSITIONS = 1 << 17
 ROUNDS = 5
 KEY_BYTES = {"fp8": KEY_DIM + 4, "bf16": 2 * KEY_DIM}
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
-
-
-def graph(call: Callable[[], Any]) -> Callable[[], Any]:
-    """A replay of the call, captured in a CUDA graph."""
-    call()
-    torch.cuda.synchronize()
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        call()
-    replay: Callable[[], Any] = captured.replay
-    return replay
-
-
-def microseconds(call: Callable[[], Any]) -> float:
-    milliseconds: float = do_bench(call, warmup=20, rep=100, return_mode="median")
-    return milliseconds * 1e3
-
-
-def copy_bandwidth() -> float:
-    """Bytes a second, read and written, of a copy of 1 GiB."""
-    source = torch.randint(0, 255, (1 << 30,), dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.numel() / (microseconds(partial(target.copy_, source)) * 1e-6)
 
 
 def measure(engine: store.Engine, dtype: str, bandwidth: float) -> dict[str, Any]:
@@ -87,11 +64,7 @@ def measure(engine: store.Engine, dtype: str, bandwidth: float) -> dict[str, Any
             "relative_error": ((found - wanted).norm() / wanted.norm()).item(),
             "floor_microseconds": traffic / bandwidth * 1e6,
         }
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(ROUNDS):
-        for name, call in calls.items():
-            times[name].append(microseconds(call))
-    for name, found in times.items():
+    for name, found in in_turns(calls, ROUNDS).items():
         entry[name] |= {"microseconds": statistics.median(found), "rounds": found}
     entry["bf16_over_stock_fp8"] = entry["patched_bf16"]["microseconds"] / entry["stock_fp8"]["microseconds"]
     return entry

@@ -26,38 +26,17 @@ sys.path[:0] = [str(ROOT), str(ROOT / ".collections"), str(ROOT / "files" / "ker
 import torch  # noqa: E402
 import triton  # noqa: E402
 from llmfleet_kernels import index_query as kernel  # noqa: E402
-from triton.testing import do_bench  # noqa: E402
 
 from tests import index_key_store as store  # noqa: E402
 from tests import index_query as cases  # noqa: E402
 from tests.gpu.index_query_engine import engine_query  # noqa: E402
+from tests.gpu.timing import copy_bandwidth, graph, in_turns  # noqa: E402
 
 ROWS = (1, 64, 8192)
 HEADS = 64
 ROUNDS = 5
-
-
-def graph(call: Callable[[], Any]) -> Callable[[], Any]:
-    """A replay of the call, captured in a CUDA graph."""
-    call()
-    torch.cuda.synchronize()
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        call()
-    replay: Callable[[], Any] = captured.replay
-    return replay
-
-
-def microseconds(call: Callable[[], Any]) -> float:
-    milliseconds: float = do_bench(call, warmup=20, rep=60, return_mode="median")
-    return milliseconds * 1e3
-
-
-def copy_bandwidth() -> float:
-    """Bytes a second, read and written, of a copy of 1 GiB."""
-    source = torch.randint(0, 255, (1 << 30,), dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.numel() / (microseconds(partial(target.copy_, source)) * 1e-6)
+REP = 60
+"""Milliseconds that each kernel is repeated for in a round."""
 
 
 def measure(rows: int, tiles: list[tuple[int, int]], bandwidth: float) -> list[dict[str, Any]]:
@@ -87,11 +66,7 @@ def measure(rows: int, tiles: list[tuple[int, int]], bandwidth: float) -> list[d
         kernel.VECTORS, kernel.WARPS = vectors, warps
         about = {"kernel": "bf16", "vectors": vectors, "warps": warps}
         add(f"{vectors},{warps}", partial(kernel.index_query, *case.arguments), **about)
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(ROUNDS):
-        for name, call in calls.items():
-            times[name].append(microseconds(call))
-    for name, found in times.items():
+    for name, found in in_turns(calls, ROUNDS, REP).items():
         entries[name] |= {"microseconds": statistics.median(found), "rounds": found}
     return list(entries.values())
 
@@ -109,7 +84,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if not store.engines():
         raise SystemExit(f"no SGLang with a known store is here: name its folder in {store.TREES}")
-    bandwidth = copy_bandwidth()
+    bandwidth = copy_bandwidth(REP)
     results = [entry for rows in ROWS for entry in measure(rows, arguments.tile, bandwidth)]
     for entry in results:
         print(json.dumps({name: value for name, value in entry.items() if name != "rounds"}), flush=True)

@@ -23,22 +23,13 @@ import torch  # noqa: E402
 import triton  # noqa: E402
 from llmfleet_kernels.sparse_mla import HEAD_DIM, KeyList, sparse_mla_decode  # noqa: E402
 from llmfleet_kernels.sparse_mla_reference import attention, random_pages  # noqa: E402
-from triton.testing import do_bench  # noqa: E402
+
+from tests.gpu.timing import graph, microseconds  # noqa: E402
 
 BATCHES = (1, 4, 16, 32, 64)
 HEADS = (64, 16)
 WINDOW, COMPRESSED = 128, 512
 SCALE = HEAD_DIM**-0.5
-
-
-def microseconds(call: Callable[[], Any]) -> float:
-    """Return the median time of a replay of `call`, captured in a CUDA graph."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return float(do_bench(graph.replay, warmup=20, rep=100, return_mode="median")) * 1e3
 
 
 def flash_mla(
@@ -98,12 +89,12 @@ def measure() -> list[dict[str, Any]]:
             entry: dict[str, Any] = {
                 "heads": heads,
                 "batch": rows,
-                "microseconds": microseconds(lambda: sparse_mla_decode(query, window, compressed, sink, SCALE)),  # noqa: B023
+                "microseconds": microseconds(graph(lambda: sparse_mla_decode(query, window, compressed, sink, SCALE))),  # noqa: B023
                 "relative_error": ((found - wanted).norm() / wanted.norm()).item(),
             }
             peer = flash_mla(query, window, compressed, sink)
             if peer is not None:
-                entry["flash_mla_microseconds"] = microseconds(peer)
+                entry["flash_mla_microseconds"] = microseconds(graph(peer))
                 entry["flash_mla_relative_error"] = ((peer()[:, 0].double() - wanted).norm() / wanted.norm()).item()
             results.append(entry)
             print(json.dumps(entry), flush=True)

@@ -5,15 +5,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
-import subprocess
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 import tvm_ffi
-import tvm_ffi.libinfo
 
 from tests import index_key_store as store
 from tests.index_query import Case
@@ -23,20 +19,11 @@ FUNCTION = {"query": "FusedQIndexerRopeHadamardQuantKernel<bf16_t, true>::forwar
 
 
 def library(engine: store.Engine, capability: int) -> Path:
-    """Shared library with the kernel as ``query``, built once and kept in ``LLMFLEET_CACHE/index_query``."""
+    """Shared library with the kernel as ``query``."""
     source = (engine.root / engine.entry["file"]).with_name("main_norm_rope.cuh")
-    cache = Path(os.environ.get("LLMFLEET_CACHE") or Path.home() / ".cache" / "llmfleet") / "index_query"
-    digest = hashlib.sha256(source.read_bytes() + repr((engine.version, FUNCTION, store.FLAGS, capability)).encode())
-    built = cache / f"{digest.hexdigest()[:16]}.so"
-    if not built.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as name:
-            unit = Path(name) / "unit.cu"
-            unit.write_text(store.translation_unit(source, FUNCTION), encoding="utf-8")
-            link = ["-shared", "-Xcompiler=-fPIC", f"-L{Path(tvm_ffi.libinfo.find_libtvm_ffi()).parent}", "-ltvm_ffi"]
-            subprocess.run(store.nvcc(engine, unit, unit.with_suffix(".so"), capability, *link), check=True)
-            unit.with_suffix(".so").replace(built)
-    return built
+    matter = (hashlib.sha256(source.read_bytes()).hexdigest(), engine.version, FUNCTION)
+    text = store.translation_unit(source, FUNCTION)
+    return store.shared_library(engine, "index_query", matter, lambda _folder: text, capability)
 
 
 @functools.cache
