@@ -47,6 +47,8 @@ from typing import Any
 NO_HOST = "2.2.2.2"
 #: Tokens of the device's pool: enough for the longest prompt of the ladder, also in a sliding window's tenth of it.
 POOL_TOKENS = 262144
+#: Tokens of a tile of the mHC's matrix product (DeepGEMM's tf32_hc_prenorm_gemm: BLOCK_M).
+TILE = 64
 #: Memory of a GPU that may be in use without a process that NVML shows: the driver's own.
 IDLE_BYTES = 2 * 1024**3
 #: What a server gets after SIGTERM before it is killed.
@@ -273,10 +275,13 @@ def steps(most: int) -> list[int]:
 def ladder(role: str, chunk: int, longest: int, running: int, pool: int, host_cache: bool) -> list[Request]:
     """What is asked of a server, in this order; no prompt is longer than ``longest``.
 
-    Kernels are made for the number of tokens in a step, mostly by its size and by whether 16 divides it: each step of
-    ``steps`` up to a chunk is asked for, and with one token more. Then prompts of several chunks and a prefix that is
-    known; ``running`` requests at once, and fewer; ways of sampling. With a host cache, prompts of more tokens than the
-    device's ``pool`` has, then each again, the newest first: some of them come back from the host.
+    Kernels are made for the number of tokens in a step, by its size and by whether 16 divides it: each step of
+    ``steps`` up to a chunk is asked for, and with one token more. Matrix products are split by the number of tiles of
+    ``TILE`` tokens, which gives a kernel for each quotient of the GPU's multiprocessors by it: prefill is asked for
+    every number of tiles. Selecting kernels are made for the length so far, by powers of two: longer prompts up to
+    ``longest``. Then a prefix that is known; ``running`` requests at once, and fewer; ways of sampling. With a host
+    cache, prompts of more tokens than the device's ``pool`` has, then each again, the newest first: some of them come
+    back from the host.
     """
     new, host = (4, NO_HOST) if role == "decode" else (1 if role == "prefill" else 4, None)
     found: list[Request] = []
@@ -289,6 +294,13 @@ def ladder(role: str, chunk: int, longest: int, running: int, pool: int, host_ca
         ask("length", step)
         if step > 4:
             ask("length", step + 1)
+    if role != "decode":  # it computes no prompt
+        for tiles in range(1, chunk // TILE + 1):
+            ask("tiles", tiles * TILE - 20)
+        for step in steps(longest):
+            if step > chunk:
+                ask("long", step)
+                ask("long", step - 20)
     several = min(longest - 200, 5 * chunk // 2)
     if several > chunk:
         ask("chunks", several + 1)
@@ -297,6 +309,7 @@ def ladder(role: str, chunk: int, longest: int, running: int, pool: int, host_ca
         ask("prefix", several + 100, seed=1)
         ask("prefix", several + 200, seed=1)
     for size in steps(max(1, running)):
+        ask("batch", *[32] * size)
         ask("batch", *[33] * size)
         ask("batch", *[64 + number for number in range(size)])
     for name, sampling in SAMPLINGS.items():
@@ -597,7 +610,8 @@ def _requests(job: Job, facts: Mapping[str, Any], config: Mapping[str, Any]) -> 
     context = _whole(facts.get("context_length")) or _whole(facts.get("max_req_input_len"))
     context = context or _whole(config.get("max_position_embeddings")) or pool
     running = min(_whole(facts.get("max_running_requests")) or 16, 256)
-    longest = min(context, pool // 2) - 16
+    # Without chunks a prompt must fit into a sliding window's tenth of the pool, or it waits for ever.
+    longest = min(context, pool // 2 if chunk > 0 else pool // 10) - 16
     return ladder(
         job.instance["role"],
         chunk if chunk > 0 else 8192,

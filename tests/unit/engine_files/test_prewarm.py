@@ -171,6 +171,17 @@ def test_no_prompt_is_too_long_and_every_size_of_a_step_is_met(
     assert {request.host for request in found} == {"2.2.2.2" if role == "decode" else None}
 
 
+def test_prefill_meets_every_split_of_a_matrix_product_and_every_power_of_two_of_a_long_prompt() -> None:
+    found = prewarm.ladder("prefill", 8192, 65504, 16, 262144, False)
+    tiles = {-(-request.lengths[0] // 64) for request in found if request.what == "tiles"}
+    # An H200 has 132 multiprocessors: the kernel differs by how many of them there are for a tile.
+    assert {132 // tile for tile in tiles} == {132 // tile for tile in range(1, 129)}
+    long = [request.lengths[0] for request in found if request.what == "long"]
+    assert long == [12288, 12268, 16384, 16364, 24576, 24556, 32768, 32748, 49152, 49132, 65504, 65484]
+    decode = prewarm.ladder("decode", 8192, 65504, 16, 262144, False)
+    assert {request.what for request in decode} == {request.what for request in found} - {"tiles", "long"}
+
+
 def test_a_host_cache_is_filled_with_more_than_the_device_holds_and_asked_from_the_newest_on() -> None:
     found = prewarm.ladder("prefill", 8192, 65536, 16, 262144, True)
     fill = [request for request in found if request.what == "fill"]
