@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``templates/instance.service.j2``: what the units of the plan's instances say, rendered by Ansible."""
+
+from __future__ import annotations
+
+import configparser
+import itertools
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+ROLE = ROOT / "roles" / "pd_service"
+PREFILL: dict[str, Any] = {
+    "name": "prefill",
+    "role": "prefill",
+    "group": "main",
+    "unit": "llmfleet-prefill.service",
+    "gpus": [0, 1],
+    "ranks": 2,
+    "features": {"queue_bound": "on", "index_keys": "bf16"},
+    "binding": ["/usr/bin/numactl", "--membind=0", "--"],
+    "settings": {"MemoryMax": "1000"},
+    "argv": ["/opt/llmfleet/releases/e1/venv/bin/python", "-m", "sglang.launch_server", "100 %"],
+    "url": "http://127.0.0.1:30000",
+    "ports": {"http": 30000, "bootstrap": 8998},
+    "python": "/opt/llmfleet/releases/e1/venv/bin/python",
+}
+ROUTER = PREFILL | {
+    "name": "router",
+    "role": "router",
+    "unit": "llmfleet-router.service",
+    "gpus": [],
+    "ranks": 0,
+    "features": {},
+    "binding": [],
+    "settings": {},
+    "url": "http://127.0.0.1:30001",
+    "ports": {"http": 30001, "metrics": 29000},
+}
+VARIABLES = {
+    "role_path": str(ROLE),
+    "plan_host": {"engine": {"dir": "/opt/llmfleet/releases/e1", "readiness_route": "/ready"}},
+    "pd_service_after": [],
+}
+
+
+def render(tmp_path: Path, **variables: Any) -> dict[str, str]:
+    """The units of prefill and router, by name."""
+    play = {
+        "hosts": "localhost",
+        "connection": "local",
+        "gather_facts": False,
+        "vars_files": [str(ROLE / "defaults/main.yml"), str(ROLE / "vars/main.yml")],
+        "tasks": [
+            {
+                "name": "Render the units",
+                "ansible.builtin.template": {
+                    "src": str(ROOT / "templates/instance.service.j2"),
+                    "dest": str(tmp_path) + "/{{ item.unit }}",
+                    "mode": "0644",
+                },
+                "loop": [PREFILL, ROUTER],
+            }
+        ],
+    }
+    (tmp_path / "play.yml").write_text(yaml.safe_dump([play]))
+    # pytest's own environment has the interpreter of the modules too.
+    extra = {**VARIABLES, "ansible_python_interpreter": sys.executable, **variables}
+    done = subprocess.run(
+        ["ansible-playbook", str(tmp_path / "play.yml"), "-i", "localhost,", "-e", json.dumps(extra)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "ANSIBLE_FORCE_COLOR": "false", "ANSIBLE_NOCOLOR": "true"},
+    )
+    assert done.returncode == 0, done.stdout
+    return {item["name"]: (tmp_path / item["unit"]).read_text() for item in (PREFILL, ROUTER)}
+
+
+@pytest.fixture(scope="module")
+def units(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return render(tmp_path_factory.mktemp("units"))
+
+
+def values(unit: str, key: str) -> list[str]:
+    """The values of a key, continued lines joined."""
+    return re.findall(rf"(?m)^{key}=(.*)$", unit.replace("\\\n", " "))
+
+
+def option(command: str, name: str) -> list[str]:
+    """What an option of a command line is given, as ``--name value`` or ``--name=value``."""
+    words = shlex.split(command)
+    following = [after for word, after in itertools.pairwise(words) if word == f"--{name}"]
+    return following + [word.split("=", 1)[1] for word in words if word.startswith(f"--{name}=")]
+
+
+def test_it_is_a_unit_file(units: dict[str, str]) -> None:
+    for unit in units.values():
+        parser = configparser.ConfigParser(strict=False, interpolation=None, delimiters="=")
+        parser.optionxform = str  # type: ignore[assignment, method-assign]
+        parser.read_string(unit)
+        assert parser.sections() == ["Unit", "Service", "Install"]
+        assert {"StartLimitIntervalSec", "StartLimitBurst"} & set(parser["Service"]) == set()
+
+
+def test_a_start_is_checked_before_and_awaited_after(units: dict[str, str]) -> None:
+    checked, plugin, _note = values(units["prefill"], "ExecStartPre")
+    (awaited,) = values(units["prefill"], "ExecStartPost")
+    program = r"\+?/usr/bin/python3 +-I +-B +/opt/llmfleet/lifecycle/[0-9a-f]{12} +"
+    assert re.match(program + "before-start ", checked)
+    assert re.match(program + "ready ", awaited)
+    assert checked.startswith("+")
+    assert not awaited.startswith("+")
+    assert "llmfleet_plugin" in plugin
+    for command in (checked, awaited):
+        assert option(command, "unit") == ["llmfleet-prefill.service"]
+        assert option(command, "port") == ["bootstrap=8998", "http=30000"]
+        assert option(command, "gpu") == ["0", "1"]
+        assert option(command, "nvml-python") == [PREFILL["python"]]
+    assert option(awaited, "url") == ["http://127.0.0.1:30000/ready"]
+    assert json.loads(option(awaited, "features")[0]) == PREFILL["features"]
+    assert option(awaited, "ranks") == ["2"]
+    assert option(awaited, "reports") == ["/run/llmfleet/prefill/features"]
+    assert option(checked, "note") == ["/run/llmfleet/prefill.starts"]
+
+
+def test_a_router_is_asked_for_its_own_route_and_has_no_gpus(units: dict[str, str]) -> None:
+    checked, _note = values(units["router"], "ExecStartPre")
+    (awaited,) = values(units["router"], "ExecStartPost")
+    assert option(awaited, "url") == ["http://127.0.0.1:30001/readiness"]
+    assert option(checked, "port") == ["http=30001", "metrics=29000"]
+    assert [option(awaited, name) for name in ("gpu", "nvml-python", "features")] == [[], [], []]
+
+
+def test_what_an_operator_sets(tmp_path: Path) -> None:
+    unit = render(
+        tmp_path,
+        pd_service_start_timeout=100,
+        pd_service_stop_timeout=20,
+        pd_service_start_attempts=3,
+        pd_service_restart_delay=4,
+        pd_service_restart_delay_max=60,
+        pd_service_write_paths=["/srv/a store"],
+    )["prefill"]
+    assert values(unit, "StartLimitBurst") == ["3"]
+    assert values(unit, "StartLimitIntervalSec") == [str(3 * (4 + 60 + 100 + 20))]
+    assert values(unit, "RestartSec") == ["4"]
+    assert values(unit, "TimeoutStopSec") == ["20"]
+    (awaited,) = values(unit, "ExecStartPost")
+    (limit,) = values(unit, "TimeoutStartSec")
+    assert option(awaited, "within") == ["100"]
+    assert int(limit) > 100
+    assert option(values(unit, "ExecStartPre")[0], "delay") == ["4"]
+    assert option(values(unit, "ExecStartPre")[0], "delay-max") == ["60"]
+    assert values(unit, "ReadWritePaths") == ['-/var/cache/llmfleet/releases "/srv/a store"']
+
+
+def test_a_router_never_gives_up(units: dict[str, str]) -> None:
+    assert values(units["router"], "StartLimitIntervalSec") == ["0"]
+    assert values(units["router"], "StartLimitBurst") == []
+
+
+def test_a_server_writes_to_its_caches_only(units: dict[str, str]) -> None:
+    assert values(units["prefill"], "ProtectSystem") == ["strict"]
+    assert values(units["prefill"], "ReadWritePaths") == ["-/var/cache/llmfleet/releases"]
