@@ -31,10 +31,12 @@ options:
     elements: str
     default: []
   references:
-    description: Folders of unit and environment files. A release stays when one of these files names its folder.
+    description:
+      - Folders of unit and environment files, those in use and those of a PD group's records. A release stays when one
+        of these files names its folder.
     type: list
     elements: path
-    default: [/etc/systemd/system, /etc/llmfleet]
+    default: [/etc/systemd/system, /etc/llmfleet, /var/lib/llmfleet/groups]
   caches:
     description: The folder with a cache folder for each release. Empty means none.
     type: str
@@ -85,7 +87,11 @@ def main() -> None:
             "root": {"type": "path", "required": True},
             "keep": {"type": "int", "default": 2},
             "protect": {"type": "list", "elements": "str", "default": []},
-            "references": {"type": "list", "elements": "path", "default": ["/etc/systemd/system", "/etc/llmfleet"]},
+            "references": {
+                "type": "list",
+                "elements": "path",
+                "default": ["/etc/systemd/system", "/etc/llmfleet", "/var/lib/llmfleet/groups"],
+            },
             "caches": {"type": "str", "default": ""},
         },
         supports_check_mode=True,

@@ -12,8 +12,8 @@ short_description: Wait until a service is ready, or until it cannot become so
 version_added: 0.1.0
 author: llmfleet developers (@llmfleet)
 description:
-  - Asks a URL until it answers with status 200, and looks at the unit meanwhile. A unit that has failed, or that dies
-    again and again, ends the wait at once, with the end of its journal in the message.
+  - Asks a URL until it answers with status 200 and the unit is active, with nothing left for systemd to do with it.
+  - A unit that has failed, or that dies again and again, ends the wait at once; the message has the end of its journal.
 options:
   unit:
     description: The systemd unit that serves the URL.
@@ -81,8 +81,10 @@ def main() -> None:
             return str(error)
 
     def state() -> dict[str, object]:
-        command = ["systemctl", "show", f"--property={','.join(SHOW_PROPERTIES)}", "--", unit]
-        return unit_state(parse_show(module.run_command(command, check_rc=True)[1])[0], lambda _path: "")
+        command = ["systemctl", "show", f"--property={','.join([*SHOW_PROPERTIES, 'Job'])}", "--", unit]
+        properties = parse_show(module.run_command(command, check_rc=True)[1])[0]
+        # Without a job it is empty, left out, or 0, as versions differ.
+        return unit_state(properties, lambda _path: "") | {"job": properties.get("Job", "") not in ("", "0")}
 
     outcome = wait(probe, state, time.monotonic, time.sleep, module.params["timeout"], module.params["interval"])
     seconds = round(outcome.seconds, 1)
@@ -91,7 +93,7 @@ def main() -> None:
         journal = module.run_command(command)[1]
         module.fail_json(
             msg=f"{url} of {unit} is not ready: {outcome.reason}; the last answer was: {outcome.answer or 'ready'}. "
-            f"Expected status 200. The end of its journal:\n{journal}",
+            f"Expected status 200 of an active unit. The end of its journal:\n{journal}",
             seconds=seconds,
         )
     module.exit_json(changed=False, seconds=seconds)

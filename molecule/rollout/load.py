@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clients that ask without a pause until they are told to end, and what became of their requests.
+
+A client goes to the first router that lets it in: one that refuses the connection, or says 503 or 429 before it has
+begun to answer, has not accepted the request, and the next one is asked. Whatever else goes wrong was an accepted
+request that failed, and a request that nobody lets in failed too. On SIGTERM every client ends its request; the
+result is written as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import http.client
+import json
+import signal
+import sys
+import threading
+import time
+import urllib.parse
+
+TOKENS = 20
+
+
+def ask(url: str, prompt: str) -> str:
+    """One streamed completion: nothing when it came whole, "away" when the router did not take it, else why not."""
+    address = urllib.parse.urlsplit(url)
+    connection = http.client.HTTPConnection(str(address.hostname), address.port, timeout=60)
+    body = {
+        "model": "tiny-qwen2",
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": TOKENS,
+        "stream": True,
+    }
+    try:
+        connection.connect()
+    except OSError:
+        return "away"
+    try:
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
+        response = connection.getresponse()
+        if response.status in (429, 503):
+            return "away"
+        events = response.read().decode().strip().split("\n\n")
+    except (OSError, http.client.HTTPException) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        connection.close()
+    if response.status != 200:
+        return f"status {response.status}: {' '.join(events)[:200]}"
+    words = [event for event in events if '"content"' in event]
+    return "" if events[-1] == "data: [DONE]" and len(words) == TOKENS else f"{len(words)} of {TOKENS} tokens"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--clients", type=int, default=3)
+    parser.add_argument("--result", required=True)
+    parser.add_argument("urls", nargs="+")
+    options = parser.parse_args()
+    told = threading.Event()
+    signal.signal(signal.SIGTERM, lambda _signal, _frame: told.set())
+    served: collections.Counter[str] = collections.Counter()
+    failures: list[str] = []
+    lock = threading.Lock()
+
+    def client(number: int) -> None:
+        asked = 0
+        while not told.is_set():
+            asked += 1
+            # Each begins with another router, so that all of them are used.
+            turned = options.urls[number % len(options.urls) :] + options.urls[: number % len(options.urls)]
+            for url in turned:
+                outcome = ask(url, f"request {number} {asked}")
+                if outcome != "away":
+                    break
+            with lock:
+                if outcome:
+                    failures.append(f"{time.strftime('%H:%M:%S')} {url}: {outcome}")
+                else:
+                    served[url] += 1
+            told.wait(0.1)
+
+    clients = [threading.Thread(target=client, args=(number,)) for number in range(options.clients)]
+    for thread in clients:
+        thread.start()
+    while not told.wait(1):
+        pass
+    for thread in clients:
+        thread.join()
+    with open(options.result, "w", encoding="utf-8") as stream:
+        json.dump({"served": served, "failures": failures}, stream)
+    sys.exit(bool(failures))
+
+
+if __name__ == "__main__":
+    main()
