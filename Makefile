@@ -16,7 +16,7 @@ lint unit kernels sanity collection fresh: ## Run one test stage (the set-up fir
 	tools/test --only setup,$@
 
 molecule: ## Run the Molecule scenarios
-	tools/test --only setup,molecule-default,molecule-numa
+	tools/test --only setup,molecule-default,molecule-rollout,molecule-numa
 
 test: ## Run everything that continuous integration runs
 	tools/test

@@ -88,6 +88,12 @@ def stages() -> list[Stage]:
             beside=True,
         ),
         Stage(
+            "molecule-rollout",
+            "PD groups changed one by one and brought back, on an nspawn host",
+            [["molecule", "test", "-s", "rollout"]],
+            beside=True,
+        ),
+        Stage(
             "molecule-numa",
             "topology and binding on a virtual machine",
             [["molecule", "test", "-s", "numa"]],
@@ -99,7 +105,7 @@ def stages() -> list[Stage]:
 def _typed() -> list[str]:
     """What mypy checks; plugins by the name under which Ansible imports them."""
     plugins = ".collections/ansible_collections/llmfleet/sglang/plugins"
-    wanted = ["tools", "testbed", "files/gpu_exporter", "files/kernels", "files/plugin", plugins]
+    wanted = ["tools", "testbed", "files/gpu_exporter", "files/kernels", "files/lifecycle", "files/plugin", plugins]
     return [path for path in wanted if any((ROOT / path).rglob("*.py"))]
 
 

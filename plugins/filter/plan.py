@@ -9,6 +9,7 @@ from typing import Any
 
 from ansible.errors import AnsibleFilterError
 from ansible_collections.llmfleet.sglang.plugins.module_utils import (
+    _admission,
     _budget,
     _commands,
     _features,
@@ -131,6 +132,7 @@ class FilterModule:
 
     def filters(self) -> dict[str, Callable[..., Any]]:
         return {
+            "admission_table": _admission.table,
             "budget_table": budget_table,
             "engine_sources": engine_sources,
             "feature_findings": feature_findings,

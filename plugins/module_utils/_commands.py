@@ -14,6 +14,12 @@ from typing import Any
 
 from ansible_collections.llmfleet.sglang.plugins.module_utils import _engine, _features, _nodes
 from ansible_collections.llmfleet.sglang.plugins.module_utils._addresses import group_members, metrics_host, url
+from ansible_collections.llmfleet.sglang.plugins.module_utils._admission import (
+    BOOTSTRAP,
+    BOUND,
+    TIMEOUT_VARIABLES,
+    WAITING,
+)
 from ansible_collections.llmfleet.sglang.plugins.module_utils._artefacts import (
     UnknownSetError,
     requirements,
@@ -125,12 +131,6 @@ def effective_flags(wants: Wants, instance: Instance) -> dict[str, Any]:
     }
 
 
-def queue_bound(wants: Wants, instance: Instance) -> int | None:
-    """How many requests may wait on a server; None where nothing bounds them."""
-    bound = (wants["plan_engine_args"] | instance.args).get("max-queued-requests")
-    return None if bound is None else integer(bound, f"max-queued-requests of {instance.name}")
-
-
 def ranks(wants: Wants, instance: Instance) -> int:
     """How many scheduler processes a server has: each pipeline stage of each replica has ``tp-size`` of them. Attention
     in data parallel groups divides those, and adds none."""
@@ -156,18 +156,31 @@ def served_name(wants: Wants) -> str:
     return str(wants["plan_served_model_name"] or wants["plan_model_path"].rstrip("/").rsplit("/", 1)[-1])
 
 
-def engine_argv(wants: Wants, instance: Instance, python: str, cache: Mapping[str, Any]) -> list[str]:
-    """The command line of a server; ``cache`` are the flags of its part of the HiCache budget."""
-    flags = effective_flags(wants, instance) | {**cache, "host": instance.host, "port": instance.port}
+def engine_argv(
+    wants: Wants, instance: Instance, python: str, cache: Mapping[str, Any], bound: int | None = None
+) -> list[str]:
+    """The command line of a server; ``cache`` are the flags of its part of the HiCache budget, ``bound`` is what the
+    group's admission lets wait on it, None where it says nothing or the operator did."""
+    flags = {} if bound is None else {BOUND: bound}
+    flags |= effective_flags(wants, instance) | {**cache, "host": instance.host, "port": instance.port}
     if instance.bootstrap_port is not None:
         flags["disaggregation-bootstrap-port"] = instance.bootstrap_port
     return [python, "-m", _engine.ENGINES[wants["plan_engine_version"]].module, *render_flags(flags)]
 
 
-def router_argv(wants: Wants, instance: Instance, fleet: Mapping[str, Wants], folder: str, monitor: str) -> list[str]:
-    """``smg launch`` for one PD group: its workers from the whole inventory, in a fixed order."""
+def router_argv(
+    wants: Wants,
+    instance: Instance,
+    fleet: Mapping[str, Wants],
+    folder: str,
+    monitor: str,
+    admission: Mapping[str, Any],
+) -> list[str]:
+    """``smg launch`` for one PD group: its workers from the whole inventory, in a fixed order; ``admission`` are the
+    flags of its part of the group's admission."""
     flags = {
         **_engine.ROUTERS[wants["plan_router_version"]].flags,
+        **admission,
         **wants["plan_router_args"],
         **instance.args,
         "host": instance.host,
@@ -185,15 +198,24 @@ def router_argv(wants: Wants, instance: Instance, fleet: Mapping[str, Wants], fo
 
 
 def group_revision(fleet: Mapping[str, Wants], group: str, artefacts: Mapping[str, Any]) -> str:
-    """A hash over what the members of a PD group must agree on: releases, model, and each role's flags."""
+    """A hash over what the members of a PD group must agree on: releases, model, and each role's flags. How many
+    requests a server lets wait, and for how long, is its own matter."""
     members = [member for role in ENGINE_ROLES for member in group_members(fleet, group, role)]
     agreed = {
         "releases": sorted({release_plan(wants, artefacts, "engine")["release"] for wants, _i in members}),
-        "flags": sorted({canonical(effective_flags(wants, instance)) for wants, instance in members}),
-        "environment": sorted({canonical(wants["plan_environment"] | i.environment) for wants, i in members}),
+        "flags": sorted(
+            {canonical(_without(effective_flags(wants, instance), (BOUND,))) for wants, instance in members}
+        ),
+        "environment": sorted(
+            {canonical(_without(wants["plan_environment"] | i.environment, TIMEOUT_VARIABLES)) for wants, i in members}
+        ),
         "features": sorted({canonical(wants.features) for wants, _i in members}),
     }
     return digest(agreed, 12)
+
+
+def _without(settings: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name not in names}
 
 
 def node_set(wants: Wants, instance: Instance, topology: Mapping[str, Any]) -> _nodes.NodeSet:
@@ -237,9 +259,13 @@ def bound_text(wants: Wants, found: _nodes.NodeSet) -> str:
 
 
 def instance_environment(
-    wants: Wants, instance: Instance, release: Mapping[str, str], jobs: int | None
+    wants: Wants,
+    instance: Instance,
+    release: Mapping[str, str],
+    jobs: int | None,
+    timeouts: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """The environment of a unit, its fingerprint not yet in it.
+    """The environment of a unit, its fingerprint not yet in it. ``timeouts`` are those that a server reads.
 
     HOME is the instance's own, made by systemd (CacheDirectory=), and the metrics folder is emptied at each start
     (RuntimeDirectory=). What the release compiles is kept with the release, for all its servers. ``jobs`` is how many
@@ -248,15 +274,32 @@ def instance_environment(
     found = {"HOME": f"/var/cache/llmfleet/{instance.name}", "LLMFLEET_INSTANCE": instance.name}
     if instance.role in ENGINE_ROLES:
         found |= engine_environment(wants, release)
+        found |= timeouts or {}
         found["PROMETHEUS_MULTIPROC_DIR"] = f"/run/llmfleet/{instance.name}/metrics"
         if jobs is not None and wants["plan_device"] == "cuda":
             found["MAX_JOBS"] = str(jobs)
         if instance.gpus:
             found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, instance.gpus))
-        found |= wants["plan_environment"]
+        found |= operators_environment(wants, instance)
         found[_features.FOLDER] = f"/run/llmfleet/{instance.name}/features"
         found |= _features.environment(wants.features)
     return found | instance.environment
+
+
+def timeout_variables(wants: Wants, instance: Instance) -> tuple[str, ...]:
+    """The timeouts of a transfer that a server reads: a prefill that of bootstrapping, a decode that of waiting."""
+    if instance.role == "decode":
+        return (WAITING,)
+    if instance.role != "prefill":
+        return ()
+    policy = effective_flags(wants, instance).get("disaggregation-decode-allocation-policy")
+    return TIMEOUT_VARIABLES if policy == "prefill_complete" else (BOOTSTRAP,)
+
+
+def operators_environment(wants: Wants, instance: Instance) -> dict[str, str]:
+    """plan_environment less the timeouts that the server does not read: a changed one restarts only who heeds it."""
+    unread = set(TIMEOUT_VARIABLES) - set(timeout_variables(wants, instance))
+    return _without(wants["plan_environment"], tuple(unread))
 
 
 def engine_environment(wants: Wants, release: Mapping[str, str]) -> dict[str, str]:

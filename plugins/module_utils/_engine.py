@@ -32,6 +32,8 @@ class Engine:
     module: str
     devices: Mapping[str, Device]
     transfer_backends: tuple[str, ...]
+    # Whether a decode goes on with the ports of a prefill that was restarted, so that it has to be restarted too.
+    decode_keeps_prefill_ports: bool
     environment: Mapping[str, str] = field(default_factory=dict)
     # Metrics and labels of the default release that this one does not have.
     missing_metrics: frozenset[str] = frozenset()
@@ -45,6 +47,8 @@ class Router:
     version: str
     flags: Mapping[str, Any]
     release_bytes: int
+    # Served names for which it asks the servers for thinking where a request does not say; it has no flag for it.
+    thinking_models: frozenset[str] = frozenset()
 
 
 # A release that is only counted with, and not built.
@@ -139,6 +143,8 @@ ENGINES: Mapping[str, Engine] = {
         module="sglang.launch_server",
         devices={"cpu": _CPU_0_5_16, "cuda": _CUDA},
         transfer_backends=_TRANSFER_BACKENDS,
+        # disaggregation/common/conn.py:1225 takes them from a cache that only two missed heartbeats empty (:917).
+        decode_keeps_prefill_ports=True,
         environment=_ENVIRONMENT,
         missing_metrics=_METRICS_SINCE_0_5_16,
         missing_labels=frozenset({"is_streaming"}),
@@ -150,6 +156,8 @@ ENGINES: Mapping[str, Engine] = {
         module="sglang.launch_server",
         devices={"cpu": _CPU_0_5_23, "cuda": _CUDA},
         transfer_backends=_TRANSFER_BACKENDS,
+        # disaggregation/common/conn.py:2688 empties that cache for the peer at the first message that fails (:2668).
+        decode_keeps_prefill_ports=False,
         environment=_ENVIRONMENT,
     ),
 }
@@ -162,10 +170,13 @@ ROUTERS: Mapping[str, Router] = {
         flags={
             "disable-retries": True,
             "disable-circuit-breaker": True,
+            # It would avoid a server with 8 requests waiting, whatever the server's own bound is.
+            "disable-worker-overload-protection": True,
             "health-check-interval-secs": 5,
             "policy": "cache_aware",
         },
         release_bytes=GIB // 4,
+        thinking_models=frozenset({"deepseek-flash", "deepseek-v4-flash", "deepseek-v4-pro"}),
     ),
 }
 

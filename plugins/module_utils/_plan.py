@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ansible_collections.llmfleet.sglang.plugins.module_utils import _engine, _nodes, _sources
+from ansible_collections.llmfleet.sglang.plugins.module_utils import _admission, _engine, _nodes, _sources
 from ansible_collections.llmfleet.sglang.plugins.module_utils._addresses import (
     advertised,
     bracketed,
@@ -44,7 +44,6 @@ from ansible_collections.llmfleet.sglang.plugins.module_utils._commands import (
     engine_environment,
     group_revision,
     instance_environment,
-    queue_bound,
     ranks,
     release_plan,
     router_argv,
@@ -52,12 +51,18 @@ from ansible_collections.llmfleet.sglang.plugins.module_utils._commands import (
     served_path,
     unit_settings,
 )
+from ansible_collections.llmfleet.sglang.plugins.module_utils._group_admission import (
+    check_admission,
+    engine_bound,
+    group_admission,
+    timeouts,
+)
+from ansible_collections.llmfleet.sglang.plugins.module_utils._group_admission import warnings as admission_warnings
 from ansible_collections.llmfleet.sglang.plugins.module_utils._host_budget import host_budget, node_sets
 from ansible_collections.llmfleet.sglang.plugins.module_utils._overlay import GENERATION_FILE
 from ansible_collections.llmfleet.sglang.plugins.module_utils._refusal import RefusalError
 from ansible_collections.llmfleet.sglang.plugins.module_utils._release import jobs
 from ansible_collections.llmfleet.sglang.plugins.module_utils._wants import (
-    ENGINE_ROLES,
     ROLES,
     Instance,
     Wants,
@@ -77,18 +82,21 @@ def _instance_plan(
     cache: Mapping[str, Any] | None,
     jobs: int | None,
     monitor: str,
+    admission: _admission.Admission,
 ) -> dict[str, Any]:
     """One instance; ``cache`` is its part of the host's budget, None where there is none; ``jobs`` see
-    ``instance_environment``."""
+    ``instance_environment``; ``admission`` is its group's."""
     release = release_plan(wants, artefacts, "router" if instance.role == "router" else "engine")
     if instance.role == "router":
-        argv = router_argv(wants, instance, fleet, release["dir"], monitor)
+        argv = router_argv(wants, instance, fleet, release["dir"], monitor, admission.router_flags())
     else:
-        argv = engine_argv(wants, instance, release["python"], cache["flags"] if cache else {})
+        bound = engine_bound(fleet, admission, (wants, instance))
+        argv = engine_argv(wants, instance, release["python"], cache["flags"] if cache else {}, bound)
     revision = group_revision(fleet, instance.group, artefacts)
     bind = binding(wants, nodes)
     settings = unit_settings(wants, nodes, cache["memory_max"] if cache else None)
-    environment = instance_environment(wants, instance, release, jobs) | {"LLMFLEET_REVISION": revision}
+    environment = instance_environment(wants, instance, release, jobs, timeouts(admission, (wants, instance)))
+    environment |= {"LLMFLEET_REVISION": revision}
     # Settings only where there are some: a host without HiCache keeps the fingerprint it has always had.
     ran_with = {"argv": bind + argv, "environment": environment} | ({"settings": settings} if settings else {})
     fingerprint = digest(ran_with, 16)
@@ -200,6 +208,9 @@ def make_plan(
     refused += check_peers(wanted, groups, host)
     if facts is not None and "os" in facts:
         refused += check_platform(facts)
+    if not refused:
+        # A figure of a group is computed from all of its members, so each of them has to be sound.
+        refused = [error for group in groups for error in check_admission(wanted, group)]
     plan: dict[str, Any] = {
         "schema": SCHEMA,
         "host": host,
@@ -212,6 +223,7 @@ def make_plan(
         else [{"index": gpu["index"], "pci": gpu["pci"]} for gpu in facts["topology"]["gpus"]],
         "instances": [],
         "budget": {},
+        "admission": {},
         "groups": {},
         "scrape": [],
         "warnings": [],
@@ -221,7 +233,7 @@ def make_plan(
         refused += _fill(plan, wanted, wants, artefacts, facts, monitor or host)
     plan["refusals"] = [error.on(host) for error in refused]
     if refused:
-        plan |= {"instances": [], "groups": {}, "scrape": []}
+        plan |= {"instances": [], "admission": {}, "groups": {}, "scrape": []}
     return plan
 
 
@@ -240,6 +252,7 @@ def _fill(
         plan["engine"] = release_plan(wants, artefacts, "engine") | {
             "device": wants["plan_device"],
             "readiness_route": engine.readiness_route,
+            "decode_keeps_prefill_ports": engine.decode_keeps_prefill_ports,
         }
         plan["engine"] |= {
             "environment": engine_environment(wants, plan["engine"]) | wants["plan_environment"],
@@ -251,6 +264,8 @@ def _fill(
         plan["scrape"] = scrape_targets({wants.host: wants}, monitor)
         groups = sorted({instance.group for instance in wants.instances})
         plan["groups"] = {group: _group_plan(fleet, group, artefacts) for group in groups}
+        admissions = {group: group_admission(fleet, group) for group in groups}
+        plan["admission"] = {group: _admission.describe(found) for group, found in admissions.items()}
     except RefusalError as error:
         return [error]
     plan["model"] |= {"served_name": served_name(wants), "served_path": served_path(wants)}
@@ -283,11 +298,13 @@ def _fill(
                     caches.get(instance.name),
                     _jobs(sets[instance.name], facts),
                     monitor,
+                    admissions[instance.group],
                 )
             )
         except RefusalError as error:
             refused.append(error)
-    plan["warnings"] = [*_warnings(wants, fleet), *plan["budget"].get("warnings", [])]
+    told = [text for group, admission in admissions.items() for text in admission_warnings(fleet, group, admission)]
+    plan["warnings"] = [*told, *plan["budget"].get("warnings", [])]
     if facts is not None and not refused:
         refused = check_memory(plan["budget"], facts)
     return refused
@@ -321,34 +338,6 @@ def _model_size(wants: Wants, facts: Mapping[str, Any]) -> int | None:
     source = facts.get("model_source")
     found = source if source is not None else facts.get("paths", {}).get(wants["plan_model_path"])
     return int(found["size"]) if found else None
-
-
-def _warnings(wants: Wants, fleet: Mapping[str, Wants]) -> list[str]:
-    found = []
-    for instance in wants.instances:
-        if instance.role not in ENGINE_ROLES:
-            continue
-        bound = queue_bound(wants, instance)
-        if bound is not None and "queue_bound" not in wants.features:
-            found.append(
-                f"{instance.name}: max-queued-requests has no effect on a {instance.role} server of SGLang "
-                f"{wants['plan_engine_version']} without the feature queue_bound; set it on in plan_features, "
-                "or bound the queue at the router with max-concurrent-requests and queue-size"
-            )
-        elif bound is not None and instance.role == "decode":
-            before = [
-                other
-                for member in group_members(fleet, instance.group, "prefill")
-                if (other := queue_bound(*member)) is not None
-            ]
-            if bound <= sum(before):
-                found.append(
-                    f"{instance.name}: max-queued-requests is {bound}, not more than the {sum(before)} of the prefill "
-                    f"servers of group {instance.group}: in a burst both stages reject, each other requests, and fewer "
-                    "are served than could be; let prefill decide, and give decode room for what prefill queues, "
-                    "computes and transfers"
-                )
-    return found
 
 
 def refusal_text(refusals: Iterable[Mapping[str, str]]) -> str:

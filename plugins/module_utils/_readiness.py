@@ -30,8 +30,10 @@ def wait(
 ) -> Outcome:
     """Ask ``probe`` (empty answer: ready, else what is missing) until it is content, at most ``timeout`` seconds.
 
-    ``state`` gives the unit as ``_systemd.unit_state`` does. The wait ends early when the unit has failed, does not
-    run, or keeps dying.
+    ``state`` gives the unit as ``_systemd.unit_state`` does, and as ``job`` whether systemd has still to do something
+    with it. An answer counts only of an active unit without a job: before that it may be of a process that is about to
+    be stopped, or of one that does not serve all it should yet. The wait ends early when the unit has failed, does not
+    run and will not, or keeps dying.
     """
     begin = clock()
     first = int(state()["restarts"])
@@ -40,12 +42,12 @@ def wait(
         seconds = clock() - begin
         unit = state()
         restarts = int(unit["restarts"]) - first
-        if unit["active_state"] in ("failed", "inactive"):
+        if unit["active_state"] in ("failed", "inactive") and not unit["job"]:
             return Outcome(f"the unit is {unit['active_state']} (result: {unit['result'] or 'none'})", seconds, answer)
         if restarts > MAX_RESTARTS:
             return Outcome(f"the unit has died {restarts} times while it was waited for", seconds, answer)
-        if not answer:
+        if not answer and unit["active_state"] == "active" and not unit["job"]:
             return Outcome("", seconds, answer)
         if seconds >= timeout:
-            return Outcome(f"not ready after {timeout:g} s", seconds, answer)
+            return Outcome(f"not ready after {timeout:g} s, the unit is {unit['active_state']}", seconds, answer)
         sleep(interval)

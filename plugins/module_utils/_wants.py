@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from ansible_collections.llmfleet.sglang.plugins.module_utils import _budget, _engine, _features
+from ansible_collections.llmfleet.sglang.plugins.module_utils import _admission, _budget, _engine, _features
 from ansible_collections.llmfleet.sglang.plugins.module_utils._overlay import GENERATION_KEYS
 from ansible_collections.llmfleet.sglang.plugins.module_utils._refusal import RefusalError
 from ansible_collections.llmfleet.sglang.plugins.module_utils._size import parse_share, parse_size
@@ -24,6 +24,7 @@ ROLES = (*ENGINE_ROLES, "router")
 # The defaults of the role ``plan``; they are needed here because a peer's role defaults cannot be read in Ansible.
 DEFAULTS: Mapping[str, Any] = {
     "plan_address": "",
+    "plan_admission": {},
     "plan_capture": "",
     "plan_device": "cuda",
     "plan_engine_args": {},
@@ -124,6 +125,7 @@ class Wants:
     variables: dict[str, Any]
     instances: list[Instance] = field(default_factory=list)
     refusals: list[RefusalError] = field(default_factory=list)
+    admission: _admission.Demand = field(default_factory=_admission.Demand)
     hicache: _budget.Demand | None = None
     reserves: _budget.Reserves = field(default_factory=_budget.Reserves)
     gpu_memory: int | None = None
@@ -317,6 +319,13 @@ def numeral(value: Any) -> Any:
     return float(value) if isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?", value) else value
 
 
+def _parse_admission(value: Any) -> _admission.Demand:
+    """plan_admission, whose numbers may be text. Raises RefusalError."""
+    if isinstance(value, Mapping):
+        value = {name: numeral(item) for name, item in value.items()}
+    return _admission.parse_demand(value, "plan_admission")
+
+
 def _generation(value: Any) -> dict[str, float]:
     """plan_generation_config: name -> number. Raises RefusalError."""
     found = {}
@@ -385,6 +394,7 @@ def parse_wants(host: str, variables: Mapping[str, Any]) -> Wants:
             attempt(_integers, known[name], name)
             known[name] = []
     known["plan_memory_nodes"] = attempt(_integers, known["plan_memory_nodes"], "plan_memory_nodes") or []
+    wants.admission = attempt(_parse_admission, known["plan_admission"]) or _admission.Demand()
     wants.hicache = attempt(_budget.parse_demand, known["plan_hicache"], "plan_hicache")
     wants.reserves = attempt(_reserves, known) or _budget.Reserves()
     wants.gpu_nodes = attempt(_gpu_nodes, known["plan_gpu_numa_nodes"]) or {}

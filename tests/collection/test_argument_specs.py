@@ -43,7 +43,9 @@ def test_every_role_of_the_architecture_exists() -> None:
         "pd_service",
         "plan",
         "prometheus",
+        "rollout",
         "router",
+        "watch",
     }
     assert set(ROLES) == expected
 

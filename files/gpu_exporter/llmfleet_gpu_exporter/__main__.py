@@ -22,6 +22,7 @@ from llmfleet_gpu_exporter import __version__
 from llmfleet_gpu_exporter.collector import Collector
 from llmfleet_gpu_exporter.nvml import Nvml
 from llmfleet_gpu_exporter.plan import PlanFile
+from llmfleet_gpu_exporter.probes import ProbeFiles
 from llmfleet_gpu_exporter.render import render
 
 _log = logging.getLogger("llmfleet_gpu_exporter")
@@ -89,6 +90,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--plan", type=Path, default=Path("/etc/llmfleet/plan.json"), metavar="FILE")
     parser.add_argument("--pci-devices", type=Path, default=Path("/sys/bus/pci/devices"), metavar="FOLDER")
+    parser.add_argument("--probes", type=Path, default=Path("/run/llmfleet/probe"), metavar="FOLDER")
     parser.add_argument("--version", action="version", version=__version__)
     return parser.parse_args(argv)
 
@@ -105,6 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     collector = Collector(options.interval, PlanFile(options.plan), options.pci_devices, Nvml())
     registry = CollectorRegistry()
     registry.register(SnapshotCollector(collector, options.fresh_intervals * options.interval))
+    registry.register(ProbeFiles(options.probes))
     prometheus_client.ProcessCollector(registry=registry)
     try:
         server, _thread = prometheus_client.start_http_server(port, address, registry)

@@ -112,7 +112,9 @@ def _device_family(metric: Metric, gpus: Iterable[Gpu]) -> Family:
     samples = []
     for gpu in gpus:
         for (name, label), raw in gpu.values.items() if gpu.up else ():
-            value = clean_number(raw, metric) if name == metric.name else None
+            # A label where the metric has none, or none where it has one, would give the same series twice.
+            own = name == metric.name and bool(label) == bool(metric.label)
+            value = clean_number(raw, metric) if own else None
             if value is not None:
                 samples.append((_labels(gpu) + ([label] if metric.label else []), value))
     labels = ["gpu", "uuid"] + ([metric.label] if metric.label else [])

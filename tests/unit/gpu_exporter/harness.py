@@ -72,6 +72,7 @@ class Exporter:
         self.library.mkdir()
         self.plan = folder / "plan.json"
         self.pci_devices = folder / "pci"
+        self.probes = folder / "probes"
         self._state = folder / "state"
         self._log = folder / "log"
         self._process: subprocess.Popen[bytes] | None = None
@@ -107,7 +108,7 @@ class Exporter:
         }
         command = [sys.executable, "-m", "llmfleet_gpu_exporter", "--listen", listen, "--interval", interval]
         command += ["--fresh-intervals", fresh_intervals]
-        command += ["--plan", str(self.plan), "--pci-devices", str(self.pci_devices)]
+        command += ["--plan", str(self.plan), "--pci-devices", str(self.pci_devices), "--probes", str(self.probes)]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(command, env=environment, stderr=log)
         deadline = time.monotonic() + DEADLINE_SECONDS

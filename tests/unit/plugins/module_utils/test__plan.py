@@ -169,6 +169,145 @@ def test_decode_is_to_have_more_room_than_prefill(bound: Any, warned: list[str])
     assert [warning.split(":")[0] for warning in plan({HOST: wanted})["warnings"]] == warned
 
 
+REFERENCE = {"prefill_tokens_per_s": 3300, "prompt_tokens": 11000, "ttft_s": 110}
+BOOTSTRAP, WAITING = (f"SGLANG_DISAGGREGATION_{name}_TIMEOUT" for name in ("BOOTSTRAP", "WAITING"))
+
+
+def test_queues_are_bounded_unless_told_otherwise() -> None:
+    made = plan({HOST: variables()})
+    assert option(instance(made, "prefill")["argv"], "--max-queued-requests") == "32"
+    assert option(instance(made, "decode")["argv"], "--max-queued-requests") == "33"
+    router_line = instance(made, "router")["argv"]
+    assert option(router_line, "--max-concurrent-requests") == "33"
+    assert option(router_line, "--queue-size") == "0"
+    assert option(router_line, "--request-timeout-secs") == "1800"
+    assert {"--disable-retries", "--disable-circuit-breaker", "--disable-worker-overload-protection"} < set(router_line)
+    assert made["admission"][HOST]["bounds"] == {"prefill": 32, "decode": 33}
+    assert made["warnings"] == []
+
+
+def test_what_is_set_by_hand_is_what_runs() -> None:
+    by_hand = variables(
+        prefill(args={"max-queued-requests": 5}),
+        decode(args={"max-queued-requests": None}),
+        router(args={"max-concurrent-requests": "6", "request-timeout-secs": None}),
+        plan_admission=REFERENCE,
+    )
+    made = plan({HOST: by_hand})
+    assert option(instance(made, "prefill")["argv"], "--max-queued-requests") == "5"
+    assert "--max-queued-requests" not in instance(made, "decode")["argv"]
+    assert option(instance(made, "router")["argv"], "--max-concurrent-requests") == "6"
+    assert option(instance(made, "router")["argv"], "--queue-timeout-secs") == "106"
+    assert "--request-timeout-secs" not in instance(made, "router")["argv"]
+    assert made["admission"][HOST]["bounds"] == {"prefill": 5, "decode": None}
+    assert made["admission"][HOST]["timeouts"]["request"] == 1800
+
+
+def test_figures_may_be_text() -> None:
+    as_text = {name: str(value) for name, value in REFERENCE.items()}
+    assert plan({HOST: variables(plan_admission=as_text)}) == plan({HOST: variables(plan_admission=REFERENCE)})
+
+
+def changed(wanted: dict[str, Any], base: dict[str, Any] | None = None) -> set[str]:
+    """Names of the instances that run with something else than they did."""
+    before, after = plan({HOST: base or variables()}), plan({HOST: wanted})
+    assert before["groups"][HOST]["revision"] == after["groups"][HOST]["revision"]
+    return {
+        new["name"]
+        for old, new in zip(before["instances"], after["instances"], strict=True)
+        if old["fingerprint"] != new["fingerprint"]
+    }
+
+
+def test_a_changed_timeout_restarts_only_what_reads_it() -> None:
+    assert changed(variables(plan_environment={WAITING: "600"})) == {"decode"}
+    assert changed(variables(plan_environment={BOOTSTRAP: "200"})) == {"prefill"}
+    assert changed(variables(plan_router_args={"queue-timeout-secs": 20})) == {"router"}
+    assert changed(variables(prefill(), decode(args={"max-queued-requests": 99}), router())) == {"decode"}
+    # SGLang 0.5.23 looks at both where decode allocates late.
+    late = {"disaggregation-decode-allocation-policy": "prefill_complete"}
+    both = variables(plan_environment={WAITING: "600"}, plan_engine_args=late)
+    assert changed(both, variables(plan_engine_args=late)) == {"prefill", "decode"}
+
+
+def test_a_server_of_parts_gets_no_bound_and_refuses_one() -> None:
+    made = plan({HOST: variables(plan_engine_args={"pp-size": 2})})
+    assert "--max-queued-requests" not in instance(made, "prefill")["argv"]
+    assert option(instance(made, "router")["argv"], "--max-concurrent-requests") == "33"
+    workers = {"tokenizer-worker-num": 2, "max-queued-requests": 8}
+    assert codes(plan({HOST: variables(prefill(args=workers), decode(), router())})) == ["queue_bound_parts"]
+
+
+def test_without_the_feature_servers_get_no_bound() -> None:
+    made = plan({HOST: variables(plan_features={"queue_bound": "off"})})
+    assert [entry["name"] for entry in made["instances"] if "--max-queued-requests" in entry["argv"]] == []
+
+
+def test_timeouts_out_of_order_are_refused() -> None:
+    short = variables(
+        plan_environment={BOOTSTRAP: "600", WAITING: "600"}, plan_router_args={"request-timeout-secs": 300}
+    )
+    made = plan({HOST: short})
+    assert codes(made) == ["timeout_order"]
+    assert "request-timeout-secs of router is 300" in made["refusals"][0]["found"]
+    assert made["instances"] == []
+
+
+def test_retries_are_refused_unless_named() -> None:
+    flags = {"disable-retries": "false"}
+    assert codes(plan({HOST: variables(plan_router_args=flags)})) == ["router_safeguard"]
+    made = plan({HOST: variables(plan_router_args=flags, plan_admission={"allow": ["retries"]})})
+    assert made["refusals"] == []
+    assert "--disable-retries" not in instance(made, "router")["argv"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"plan_served_model_name": "deepseek-v4-flash"}, "asks for thinking"),
+        ({"plan_engine_args": {"enable-priority-scheduling": True}}, "the worst request"),
+        ({"plan_router_args": {"disable-worker-overload-protection": False}}, "avoids servers"),
+        ({"plan_router_args": {"disable-worker-overload-protection": False, "worker-overload-shed": True}}, "rejects"),
+        ({"plan_router_args": {"max-concurrent-requests": -1}}, "bounds nothing"),
+    ],
+)
+def test_what_fights_the_bounds_is_warned_about(changes: dict[str, Any], told: str) -> None:
+    made = plan({HOST: variables(**changes)})
+    assert made["refusals"] == []
+    assert [text for text in made["warnings"] if told in text] != []
+
+
+@pytest.mark.parametrize("kwargs", [{"thinking": True}, '{"thinking": true}', {"thinking": "true"}])
+def test_thinking_that_both_ask_for_is_not_warned_about(kwargs: Any) -> None:
+    asked = {"default-chat-template-kwargs": kwargs}
+    made = plan({HOST: variables(plan_served_model_name="deepseek-v4-flash", plan_engine_args=asked)})
+    assert made["warnings"] == []
+
+
+def test_a_group_over_two_hosts_has_one_admission() -> None:
+    def fleet(**changes: Any) -> dict[str, Any]:
+        return {
+            "a": variables(
+                prefill(host="192.0.2.11", group="pd0", args={"max-queued-requests": 4}), router(group="pd0")
+            ),
+            "b": variables(
+                prefill(host="192.0.2.12", group="pd0"),
+                decode(host="192.0.2.12", group="pd0"),
+                ansible_host="192.0.2.12",
+                gpu_exporter_listen_address="192.0.2.12",
+                **changes,
+            ),
+        }
+
+    made = {host: _plan.make_plan(host, fleet(), ARTEFACTS, None, "a") for host in ("a", "b")}
+    assert [entry["refusals"] for entry in made.values()] == [[], []]
+    assert made["a"]["admission"] == made["b"]["admission"]
+    assert made["a"]["admission"]["pd0"]["bounds"] == {"a/prefill": 4, "b/prefill": 32, "b/decode": 38}
+    assert option(instance(made["b"], "prefill")["argv"], "--max-queued-requests") == "32"
+    assert option(instance(made["a"], "router")["argv"], "--max-concurrent-requests") == "38"
+    assert codes(plan(fleet(plan_admission=REFERENCE), None, "a")) == ["group_disagrees"]
+
+
 KERNELS = {"index_keys": "bf16", "indexer_logits": "triton"}
 
 
@@ -586,7 +725,11 @@ def test_the_device_pool_is_pinned_from_the_gpus_memory_where_that_is_said() -> 
 
 
 def test_more_device_tokens_than_fit_are_warned_of() -> None:
-    wanted = {"plan_gpu_memory": "96GB", "plan_engine_args": {"mem-fraction-static": 0.85, "max-running-requests": 64}}
+    wanted = {
+        "plan_gpu_memory": "96GB",
+        "plan_engine_args": {"mem-fraction-static": 0.85, "max-running-requests": 64},
+        "plan_router_args": {"max-concurrent-requests": 33},
+    }
     found = facts()
     found["paths"]["/srv/models/flash"]["size"] = 160 * 10**9
     assert plan({HOST: cached(**wanted)}, found)["warnings"] == []

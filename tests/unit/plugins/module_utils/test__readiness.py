@@ -22,7 +22,7 @@ class Script:
 
     def state(self) -> dict[str, Any]:
         entry = self.states[min(self.looks, len(self.states) - 1)]
-        return {"active_state": "active", "restarts": 0, "result": "success"} | entry
+        return {"active_state": "active", "restarts": 0, "result": "success", "job": False} | entry
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -37,7 +37,11 @@ def test_it_waits_until_the_probe_is_content() -> None:
 
 def test_the_time_is_bounded() -> None:
     outcome = Script(["503"], [{}]).run(timeout=10)
-    assert (outcome.reason, outcome.seconds, outcome.answer) == ("not ready after 10 s", 10.0, "503")
+    assert (outcome.reason, outcome.seconds, outcome.answer) == (
+        "not ready after 10 s, the unit is active",
+        10.0,
+        "503",
+    )
 
 
 @pytest.mark.parametrize(
@@ -56,6 +60,18 @@ def test_a_unit_that_cannot_become_ready_ends_the_wait(states: list[dict[str, An
 
 def test_an_answer_of_a_dead_unit_is_an_orphans_answer() -> None:
     assert Script([""], [{}, {"active_state": "failed"}]).run().reason.startswith("the unit is failed")
+
+
+def test_an_answer_counts_only_of_an_active_unit() -> None:
+    script = Script([""], [{}, {"active_state": "activating"}, {"active_state": "activating"}, {}])
+    assert script.run() == Outcome("", 4.0, "")
+
+
+def test_an_answer_before_a_restart_is_not_the_new_processs() -> None:
+    """A restart that was only queued: the old process still answers, then it stops, then the new one starts."""
+    states = [{"job": True}, {"job": True}, {"active_state": "deactivating", "job": True}]
+    states += [{"active_state": "inactive", "job": True}, {"active_state": "activating", "job": True}, {}]
+    assert Script([""], states).run() == Outcome("", 8.0, "")
 
 
 def test_one_restart_is_forgiven() -> None:

@@ -214,6 +214,15 @@ def test_prune_keeps_what_is_used_and_the_newest(tmp_path: Path) -> None:
     assert prune(wanted, dry=False)[0] == []
 
 
+def test_prune_keeps_a_folder_that_a_unit_runs_itself(tmp_path: Path) -> None:
+    root, units = tmp_path / "programs", tmp_path / "units"
+    for folder in (root / "aaa", root / "aaab", units, tmp_path / "proc/self"):
+        folder.mkdir(parents=True)
+    (units / "x.service").write_text(f"ExecStartPre=+/usr/bin/python3 -I \\\n    {root}/aaab \\\n    ready\n")
+    wanted = Prune(str(root), 0, references=[str(units)], proc=str(tmp_path / "proc"))
+    assert prune(wanted, dry=False) == ([str(root / "aaa")], {str(root / "aaab"): str(units / "x.service")})
+
+
 def test_prune_removes_overlays_that_nothing_uses_and_no_checkpoint(tmp_path: Path) -> None:
     root, units, proc, model = (tmp_path / name for name in ("overlays", "units", "proc", "model"))
     for folder in (root, units, proc / "42/fd", model):
