@@ -59,7 +59,7 @@ PACKAGES = (
 )
 
 # Downloaded into the image's apt cache but not installed: a host without a network can then still install them.
-OFFLINE_PACKAGES = ("libibverbs1", "prometheus", "prometheus-node-exporter")
+OFFLINE_PACKAGES = ("haproxy", "libibverbs1", "prometheus", "prometheus-node-exporter")
 
 # Timers that would do work of their own in the middle of a test, and units that make no sense in these hosts.
 MASKED_UNITS = (

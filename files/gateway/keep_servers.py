@@ -4,9 +4,9 @@
     /usr/bin/python3 -I -B keep_servers.py FILE CONFIGURATION [SOCKET]
 
 So a server that was drained stays drained, and one that does not answer gets no request before its first check. With
-SOCKET a running HAProxy is asked, else what is in FILE already is kept. HAProxy takes the port of a server from FILE and
-not from its configuration, so the ports are made those of CONFIGURATION. Run by the unit of the gateway before it starts
-and before each reload, and after each change. Standard library only.
+SOCKET a running HAProxy is asked, else what is in FILE already is kept. HAProxy takes the port of a server from FILE,
+not from its configuration, so the ports are made those of CONFIGURATION. The unit of the gateway runs it before it
+starts and before each reload, and a rollout after each change. Standard library only.
 """
 
 from __future__ import annotations
@@ -80,7 +80,10 @@ def main(file: str, configuration: str, path: str = "") -> int:
             print(f"found {state[:200]!r}; expected version 1 of HAProxy's server state", file=sys.stderr)
             return 1
         # A file that nobody can read must not keep the gateway from starting.
-        print(f"found {state[:200]!r} in {file}; expected version 1 of HAProxy's server state: begun anew", file=sys.stderr)
+        print(
+            f"found {state[:200]!r} in {file}; expected version 1 of HAProxy's server state: begun anew",
+            file=sys.stderr,
+        )
         state = EMPTY
     with open(configuration, encoding="utf-8") as stream:
         write(file, fitted(state, stream.read()))

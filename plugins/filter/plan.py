@@ -13,6 +13,7 @@ from ansible_collections.llmfleet.sglang.plugins.module_utils import (
     _budget,
     _commands,
     _features,
+    _gateway,
     _host_budget,
     _plan,
     _proof,
@@ -29,7 +30,11 @@ _VARIABLES = ("ansible_host", "plan_instances", *_wants.DEFAULTS, *_wants.NEIGHB
 
 def _fleet(hostvars: Mapping[str, Any], hosts: Sequence[str]) -> dict[str, dict[str, Any]]:
     """The variables that a plan reads, of every host named; a host of the inventory without them is planned too."""
-    return {host: {name: hostvars[host][name] for name in _VARIABLES if name in hostvars[host]} for host in hosts}
+    return {host: _variables_of(hostvars, host, _VARIABLES) for host in hosts}
+
+
+def _variables_of(hostvars: Mapping[str, Any], host: str, names: Sequence[str]) -> dict[str, Any]:
+    return {name: hostvars[host][name] for name in names if name in hostvars[host]}
 
 
 def plan(
@@ -104,12 +109,40 @@ def hicache_findings(
     return _proof.findings(instances, told, tolerance_bytes, tolerance_share)
 
 
-def scrape_targets(hostvars: Mapping[str, Any], hosts: Sequence[str], monitor: str) -> list[dict[str, Any]]:
-    fleet = {name: _wants.parse_wants(name, variables) for name, variables in _fleet(hostvars, hosts).items()}
+def scrape_targets(
+    hostvars: Mapping[str, Any], hosts: Sequence[str], monitor: str, gateways: Sequence[str] = ()
+) -> list[dict[str, Any]]:
     try:
-        return _plan.scrape_targets(fleet, monitor)
+        return _plan.scrape_targets(_wants_of(hostvars, hosts), monitor) + _gateway.scrape_targets(
+            {host: _variables_of(hostvars, host, (*_VARIABLES, *_gateway.DEFAULTS)) for host in gateways}, monitor
+        )
     except RefusalError as refused:
         raise AnsibleFilterError(_plan.refusal_text([refused.on(monitor)])) from refused
+
+
+def gateway_plan(
+    hostvars: Mapping[str, Any],
+    gateway: str,
+    hosts: Sequence[str],
+    groups: Sequence[str] = (),
+    ports: Mapping[str, int] | None = None,
+) -> dict[str, Any]:
+    try:
+        return _gateway.gateway_plan(gateway, _wants_of(hostvars, hosts), groups, ports)
+    except RefusalError as refused:
+        raise AnsibleFilterError(_plan.refusal_text([refused.on(gateway)])) from refused
+
+
+def gateway_servers(instances: Sequence[Mapping[str, Any]], host: str) -> list[str]:
+    return [
+        _gateway.server_name(instance["group"], host, instance["name"])
+        for instance in instances
+        if instance["role"] == "router"
+    ]
+
+
+def _wants_of(hostvars: Mapping[str, Any], hosts: Sequence[str]) -> dict[str, _wants.Wants]:
+    return {name: _wants.parse_wants(name, variables) for name, variables in _fleet(hostvars, hosts).items()}
 
 
 def systemd_exec(argv: Sequence[str]) -> str:
@@ -136,6 +169,8 @@ class FilterModule:
             "budget_table": budget_table,
             "engine_sources": engine_sources,
             "feature_findings": feature_findings,
+            "gateway_plan": gateway_plan,
+            "gateway_servers": gateway_servers,
             "hicache_budget": hicache_budget,
             "hicache_findings": hicache_findings,
             "plan": plan,

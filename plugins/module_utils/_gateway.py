@@ -38,7 +38,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 def server_name(group: str, host: str, router: str) -> str:
-    """The name of a router in the gateway; no part of it has a colon. Raises RefusalError where HAProxy cannot have it."""
+    """The name of a router in the gateway; no part has a colon. Raises RefusalError where HAProxy cannot have it."""
     for what, part in (("PD group", group), ("host", host)):
         if not _NAME.fullmatch(part):
             raise RefusalError(
@@ -73,8 +73,8 @@ def gateway_plan(
     _check_host(gateway, fleet, ports or {})
     servers, answer, full, models = [], 0, RETRY_FULL_S, {}
     for group in groups:
-        for refused in check_group(fleet, group, gateway):
-            raise refused
+        for refusal in check_group(fleet, group, gateway):
+            raise refusal
         admission = group_admission(fleet, group)
         models[group] = served_name(group_members(fleet, group, "prefill")[0][0])
         answer = max(answer, _admission.describe(admission)["timeouts"]["client"])
@@ -114,9 +114,9 @@ def _server(gateway: str, member: Member) -> dict[str, Any]:
 def _groups(fleet: Mapping[str, Wants], asked: Sequence[str]) -> list[str]:
     """The groups behind the gateway; one that is not sound is refused, or clients would get half of it."""
     for wants in fleet.values():
-        for refused in wants.refusals:
+        for refusal in wants.refusals:
             raise RefusalError(
-                refused.code, f"{refused.found} on {wants.host}", refused.expected, f"{refused.cure}, on {wants.host}"
+                refusal.code, f"{refusal.found} on {wants.host}", refusal.expected, f"{refusal.cure}, on {wants.host}"
             )
     known = sorted({instance.group for wants in fleet.values() for instance in wants.instances})
     unknown = [group for group in asked if group not in known]

@@ -12,8 +12,8 @@ short_description: Read what a running gateway knows
 version_added: 0.1.0
 author: llmfleet developers (@llmfleet)
 description:
-  - Asks the gateway's HAProxy which configuration it has loaded, and for the state of the routers behind it. Fails where
-    none runs.
+  - Asks the gateway's HAProxy which configuration it has loaded, and for the state of the routers behind it. That none
+    answers is told, so that an empty host can be read too.
 options:
   socket:
     description: The socket of HAProxy's master process.
@@ -30,6 +30,16 @@ EXAMPLES = r"""
 """
 
 RETURN = r"""
+running:
+  description: Whether HAProxy answers.
+  returned: success
+  type: bool
+  sample: true
+why:
+  description: Why it does not, nothing where it does.
+  returned: success
+  type: str
+  sample: ""
 digest:
   description: The description in the configuration that the gateway has loaded.
   returned: success
@@ -53,9 +63,10 @@ def main() -> None:
     )
     ask = _haproxy.asker(module.params["socket"])
     try:
-        module.exit_json(changed=False, digest=_haproxy.digest(ask), servers=_haproxy.servers(ask))
+        digest, servers, why = _haproxy.digest(ask), _haproxy.servers(ask), ""
     except _haproxy.RuntimeApiError as error:
-        module.fail_json(msg=str(error))
+        digest, servers, why = "", {}, str(error)
+    module.exit_json(changed=False, running=not why, why=why, digest=digest, servers=servers)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ short_description: Drain routers at a gateway, and admit them again
 version_added: 0.1.0
 author: llmfleet developers (@llmfleet)
 description:
-  - Tells a gateway's HAProxy to send no more requests to some routers, and waits until those that it has sent have ended; or
-    to send some again, and waits until the routers are ready. What is set holds over reloads and starts.
+  - Tells a gateway's HAProxy to send no more requests to some routers, and waits until those that it has sent have
+    ended; or to send some again, and waits until the routers are ready. What is set holds over reloads and starts.
 options:
   servers:
     description: The routers, as the filter P(llmfleet.sglang.gateway_servers#filter) names them.
@@ -117,8 +117,8 @@ def main() -> None:
         module.fail_json(msg=str(error))
     if left and not drained:
         module.fail_json(
-            msg=f"found that {', '.join(left)} does not answer the gateway after {wanted['timeout']} s; expected 200 of "
-            "its /readiness. See whether the gateway's host reaches the router",
+            msg=f"found {', '.join(left)} not ready for the gateway after {wanted['timeout']} s; expected 200 of its "
+            "/readiness. See whether the gateway's host reaches the router",
             left=left,
         )
     module.exit_json(
@@ -126,8 +126,8 @@ def main() -> None:
         left=left,
         unknown=[name for name in names if name not in now],
         diff={
-            "before": {name: "ready" if drained else "drained" for name in changes},
-            "after": {name: wanted["state"] for name in changes},
+            "before": dict.fromkeys(changes, "ready" if drained else "drained"),
+            "after": dict.fromkeys(changes, wanted["state"]),
         },
     )
 

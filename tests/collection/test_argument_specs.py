@@ -35,6 +35,7 @@ def nested(options: dict[str, Any], path: str = "") -> dict[str, dict[str, Any]]
 def test_every_role_of_the_architecture_exists() -> None:
     expected = {
         "engine",
+        "gateway",
         "gpu_driver",
         "gpu_exporter",
         "grafana",

@@ -66,7 +66,7 @@ def rendered(**changes: Any) -> str:
         "_gateway_digest": "0123456789abcdef",
         "_gateway_listen": "127.0.0.1:8000",
         "_gateway_metrics_listen": "127.0.0.1:8405",
-        "_gateway_plan": plan(),
+        "__gateway_plan": plan(),
     }
     return environment.get_template("haproxy.cfg.j2").render(values | changes)
 
@@ -111,9 +111,11 @@ class Router(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    # An answer goes out in one piece: a health check closes the connection as soon as it has read the status.
+    wbufsize = -1
     server: Router
 
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_request(self, *_arguments: Any) -> None:
         pass
 
     def _send(self, status: int, body: str, headers: dict[str, str] | None = None) -> None:
@@ -121,9 +123,8 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in (headers or {}).items():
             self.send_header(name, value)
         self.send_header("content-length", str(len(body)))
-        # In one piece: a health check closes the connection as soon as it has read the status.
-        self._headers_buffer.append(f"\r\n{body}".encode())
-        self.flush_headers()
+        self.end_headers()
+        self.wfile.write(body.encode())
 
     def do_GET(self) -> None:
         self._send(200 if self.server.ready and self.path == "/readiness" else 503, "")
@@ -152,6 +153,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("content-type", "text/event-stream")
         self.send_header("transfer-encoding", "chunked")
         self.end_headers()
+        self.wfile.flush()
         for number in range(3):
             router.tokens.acquire()
             event = f"data: {router.name} {number}\n\n".encode()
@@ -180,7 +182,7 @@ class Gateway:
                 _gateway_state_file=str(self.state_file),
                 _gateway_listen=f"127.0.0.1:{self.port}",
                 _gateway_metrics_listen=f"127.0.0.1:{self.metrics_port}",
-                _gateway_plan=plan(*servers),
+                __gateway_plan=plan(*servers),
                 **self.changes,
             )
         )

@@ -15,7 +15,7 @@ import pytest
 from ansible_collections.llmfleet.sglang.plugins.module_utils import _haproxy
 
 from tests.unit.gateway.conftest import Start
-from tests.unit.gateway.harness import EMPTY_STATE, PROGRAM, KEEP, WITHIN_S, Router, plan, rendered, wait_until
+from tests.unit.gateway.harness import EMPTY_STATE, KEEP, PROGRAM, WITHIN_S, Router, plan, rendered, wait_until
 from tests.unit.plugins.modules.process import run_module
 
 Pair = tuple[Router, Router]
@@ -35,8 +35,11 @@ def test_haproxy_accepts_the_configuration_without_a_warning(tmp_path: Path, cha
 
 
 def test_a_name_that_is_not_found_keeps_no_other_router_from_being_served(tmp_path: Path) -> None:
-    told = warnings(tmp_path, _gateway_plan=plan((A, "127.0.0.1:1"), (B, "gpu-2.example.invalid:30001")))
-    assert [B in line and line.endswith("could not resolve address 'gpu-2.example.invalid', disabling server.") for line in told] == [True]
+    told = warnings(tmp_path, __gateway_plan=plan((A, "127.0.0.1:1"), (B, "gpu-2.example.invalid:30001")))
+    assert [
+        B in line and line.endswith("could not resolve address 'gpu-2.example.invalid', disabling server.")
+        for line in told
+    ] == [True]
 
 
 def warnings(folder: Path, **changes: Any) -> list[str]:
@@ -252,18 +255,19 @@ def test_the_modules_drain_admit_and_tell(start: Start, routers: Pair, tmp_path:
     assert [line.split()[6] for line in gateway.state_file.read_text().splitlines() if A in line] == ["8"]
     assert not servers("drained", A)["changed"]
     told = run_module("gateway_info", {"socket": gateway.socket})
-    assert told["digest"] == "first"
+    assert (told["running"], told["digest"]) == (True, "first")
     assert told["servers"][A] == {"drained": True, "up": True, "sessions": 0}
     assert servers("ready", A)["changed"]
     routers[0].ready = False
     gateway.wait_up(**{A: False})
     failed = servers("ready", A, timeout=0)
     assert failed["failed"]
-    assert "does not answer" in failed["msg"]
+    assert f"found {A} not ready for the gateway after 0 s" in failed["msg"]
 
 
 def test_a_gateway_that_does_not_run_is_told(tmp_path: Path) -> None:
     told = run_module("gateway_info", {"socket": str(tmp_path / "none.sock")})
-    assert told["msg"].startswith(f"found no HAProxy at {tmp_path}/none.sock: ")
-
-
+    assert (told["running"], told["digest"], told["servers"]) == (False, "", {})
+    assert told["why"].startswith(f"found no HAProxy at {tmp_path}/none.sock: ")
+    failed = run_module("gateway_servers", {"servers": [A], "state": "drained", "socket": str(tmp_path / "none.sock")})
+    assert failed["msg"] == told["why"]

@@ -20,7 +20,7 @@ STATE = f"""\
 
 
 def keep(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    (folder / "haproxy.cfg").write_text(rendered(_gateway_plan=plan(("a:gpu1:router", "[2001:db8::1]:40001"))))
+    (folder / "haproxy.cfg").write_text(rendered(__gateway_plan=plan(("a:gpu1:router", "[2001:db8::1]:40001"))))
     argv = ["/usr/bin/python3", "-I", "-B", str(KEEP), str(folder / "servers"), str(folder / "haproxy.cfg"), *more]
     return subprocess.run(argv, capture_output=True, text=True, check=False)
 
