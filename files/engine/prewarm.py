@@ -93,10 +93,11 @@ DROPPED_FROM_DECODE = (
     "--disaggregation-ib-device",
     "--disaggregation-transfer-backend",
 )
-# Variables that name an instance, not what it compiles.
+# Variables that name an instance, or who may ask it, not what it compiles.
 OWN_VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
     "HOME",
+    "LLMFLEET_API_KEYS",
     "LLMFLEET_FEATURES_DIR",
     "LLMFLEET_FINGERPRINT",
     "LLMFLEET_INSTANCE",

@@ -19,6 +19,7 @@ COMMANDS = {
     "stopped": ("start", "stopped"),
     "probe": ("probe", "main"),
     "liveness": ("liveness", "main"),
+    "router": ("router", "main"),
 }
 
 

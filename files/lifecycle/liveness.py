@@ -46,6 +46,7 @@ from typing import Any, Generic, TypeVar
 
 import host
 import probe
+from credentials import read_api_keys
 from probe import WARNING
 
 T = TypeVar("T")
@@ -402,7 +403,7 @@ def main(argv: Sequence[str], now: Callable[[], float] = time.monotonic) -> int:
     limits = Limits(options.flat, options.stuck, options.interval, options.max_restarts)
     path = options.state / f"{options.instance}.json"
     try:
-        server = Server(options, probe.read_api_key())
+        server = Server(options, next(iter(read_api_keys()), ""))
         history = load_history(path)
         last = history.observations[-1] if history.observations else None
         observation, metrics = observe(server, last, options.start_budget, options.peers, now)

@@ -5,8 +5,8 @@
 
 Writes ``<router>.prom`` (Prometheus text, for an exporter) and ``<router>.json`` (for a person or a playbook) into
 FOLDER, each whole or not at all. Exit status 0 whatever the router answered, since that is what the files say; 1 when
-they cannot be written. The API key, if there is one, is the file ``api-key`` in the folder of the unit's credentials
-(``LoadCredential=api-key:...``): it is in no command line and no environment.
+they cannot be written. The API key, if there is one, is the first of the unit's credential (``credentials.py``):
+it is in no command line and no environment.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
 
+from credentials import read_api_keys
+
 # How a probe can end. SHED is a router or an engine that rejects on purpose; everything else but OK is a failure.
 OK = "ok"
 SHED = "shed"
@@ -43,7 +45,6 @@ REASONS = (OK, SHED, NO_WORKER, CONNECT, STATUS, TIMEOUT, BROKEN_STREAM, SHAPE, 
 # Level of a line in the journal, which takes it off; what has no level is information, and its unit does not keep it.
 WARNING = "<4>"
 
-CREDENTIAL = "api-key"
 # The router's code for it; it comes as 503 with Retry-After, as a rejection does.
 _NO_WORKER_CODE = "no_available_workers"
 # Below it a short answer can be one letter; above it that is no language.
@@ -267,13 +268,6 @@ def _printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else " " for letter in text)[:_LONGEST_DETAIL]
 
 
-def read_api_key() -> str:
-    """The key from the unit's credentials; empty where the unit has none."""
-    folder = os.environ.get("CREDENTIALS_DIRECTORY", "")
-    path = Path(folder) / CREDENTIAL
-    return path.read_text(encoding="utf-8").strip() if folder and path.exists() else ""
-
-
 def write_atomically(path: Path, text: str) -> None:
     """The file is the old one or the new one, never half of it. Raises OSError."""
     new = path.with_name(f".{path.name}.{os.getpid()}")
@@ -333,7 +327,7 @@ def main(argv: Sequence[str]) -> int:
     options = _arguments(argv)
     record = options.out / f"{options.router}.json"
     try:
-        api_key = read_api_key()
+        api_key = next(iter(read_api_keys()), "")
         question = Question(options.url, options.model, options.timeout, options.prompt, options.tokens, api_key)
         result = ask(question)
         now = time.time()

@@ -10,6 +10,7 @@ from typing import Any
 from ansible.errors import AnsibleFilterError
 from ansible_collections.llmfleet.sglang.plugins.module_utils import (
     _admission,
+    _api_keys,
     _budget,
     _commands,
     _features,
@@ -166,7 +167,9 @@ class FilterModule:
     def filters(self) -> dict[str, Callable[..., Any]]:
         return {
             "admission_table": _admission.table,
+            "authorization": _api_keys.authorization,
             "budget_table": budget_table,
+            "credential": _api_keys.credential,
             "engine_sources": engine_sources,
             "feature_findings": feature_findings,
             "gateway_plan": gateway_plan,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ansible_collections.llmfleet.sglang.plugins.module_utils import _budget, _capability, _engine, _nodes
+from ansible_collections.llmfleet.sglang.plugins.module_utils import _api_keys, _budget, _capability, _engine, _nodes
 from ansible_collections.llmfleet.sglang.plugins.module_utils._addresses import advertised, group_members
 from ansible_collections.llmfleet.sglang.plugins.module_utils._commands import effective_flags, release_plan
 from ansible_collections.llmfleet.sglang.plugins.module_utils._features import OFF, check_features
@@ -116,9 +116,34 @@ def check_host(wants: Wants, built: bool = True) -> list[RefusalError]:
                     "name the nodes of its GPUs, or leave numa_nodes out to have them read from the host",
                 )
             )
+    refused += check_other_doors(wants)
     refused += _clash("name", names, "give each instance its own name")
     refused += _clash("port", ports, "give each service its own port")
     refused += _clash("gpu", gpus, "give each GPU to one instance")
+    return refused
+
+
+def check_other_doors(wants: Wants) -> list[RefusalError]:
+    """What would let requests in past the HTTP server that asks for a key."""
+    refused = []
+    for instance in wants.instances if wants.api_keys else []:
+        if instance.role not in ENGINE_ROLES:
+            continue
+        flags = effective_flags(wants, instance)
+        environment = wants["plan_environment"] | instance.environment
+        found = [f"the flag {name}" for name in _api_keys.OTHER_DOORS if flags.get(name) not in (None, False)]
+        found += [f"the variable {name}" for name in _api_keys.OTHER_DOORS_ENVIRONMENT if name in environment]
+        if str(flags.get("tokenizer-worker-num", 1)) != "1":
+            found.append("more than one tokenizer-worker-num")
+        refused += [
+            RefusalError(
+                "api_keys_other_door",
+                f"{instance.name} has {what} and {_api_keys.VARIABLE} is set",
+                "one HTTP server, in one process: nothing else of the engine asks for a key",
+                f"remove it, or {_api_keys.VARIABLE}",
+            )
+            for what in found
+        ]
     return refused
 
 
@@ -164,6 +189,7 @@ def check_group(fleet: Mapping[str, Wants], group: str, host: str) -> list[Refus
                     f"set {name} for the group of hosts, not for one of them",
                 )
             )
+    refused += check_group_keys(fleet, group)
     routers = {wants.host for wants, _instance in group_members(fleet, group, "router")}
     for member in (*group_members(fleet, group, "prefill"), *group_members(fleet, group, "decode")):
         peers = (
@@ -178,6 +204,25 @@ def check_group(fleet: Mapping[str, Wants], group: str, host: str) -> list[Refus
                 except RefusalError as error:
                     refused.append(error)
     return refused
+
+
+def check_group_keys(fleet: Mapping[str, Wants], group: str) -> list[RefusalError]:
+    """A router shows its servers the first key, and hands on what clients have shown it: all need the same keys."""
+    found: dict[str, set[str]] = {}
+    for role in ROLES:
+        for wants, _instance in group_members(fleet, group, role):
+            found.setdefault(_api_keys.digest(wants.api_keys), set()).add(wants.host)
+    if len(found) < 2:
+        return []
+    told = " differ from those of ".join(" ".join(sorted(hosts)) for hosts in sorted(found.values(), key=sorted))
+    return [
+        RefusalError(
+            "api_keys_disagree",
+            f"{_api_keys.VARIABLE} of group {group}: the keys of {told}",
+            "the same keys in the same order for all members of a group",
+            f"set {_api_keys.VARIABLE} for the group of hosts, not for one of them",
+        )
+    ]
 
 
 def check_peers(fleet: Mapping[str, Wants], groups: Sequence[str], host: str) -> list[RefusalError]:

@@ -28,6 +28,7 @@ class Feature:
 
 
 FEATURES: Mapping[str, Feature] = {
+    "api_keys": Feature("LLMFLEET_API_KEYS", ("on",), ("cpu", "cuda")),
     "queue_bound": Feature("LLMFLEET_QUEUE_BOUND", ("on",), ("cpu", "cuda")),
     "index_keys": Feature("LLMFLEET_INDEX_KEYS", ("bf16",), ("cuda",), {"indexer_logits": "triton"}),
     "index_queries": Feature("LLMFLEET_INDEX_QUERIES", ("bf16",), ("cuda",), {"index_keys": "bf16"}),

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ansible_collections.llmfleet.sglang.plugins.module_utils import _admission, _engine, _nodes, _sources
+from ansible_collections.llmfleet.sglang.plugins.module_utils import _admission, _api_keys, _engine, _nodes, _sources
 from ansible_collections.llmfleet.sglang.plugins.module_utils._addresses import (
     advertised,
     bracketed,
@@ -99,6 +99,8 @@ def _instance_plan(
     environment |= {"LLMFLEET_REVISION": revision}
     # Settings only where there are some: a host without HiCache keeps the fingerprint it has always had.
     ran_with = {"argv": bind + argv, "environment": environment} | ({"settings": settings} if settings else {})
+    if wants.api_keys:
+        ran_with |= {"api_keys": _api_keys.digest(wants.api_keys)}
     fingerprint = digest(ran_with, 16)
     return {
         "name": instance.name,
@@ -108,6 +110,7 @@ def _instance_plan(
         "gpus": instance.gpus,
         "ranks": ranks(wants, instance),
         "features": {} if instance.role == "router" else wants.features,
+        "api_keys": len(wants.api_keys),
         "nodes": nodes.nodes,
         "memory_nodes": nodes.memory_nodes,
         "binding": bind,

@@ -13,7 +13,13 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from ansible_collections.llmfleet.sglang.plugins.module_utils import _admission, _budget, _engine, _features
+from ansible_collections.llmfleet.sglang.plugins.module_utils import (
+    _admission,
+    _api_keys,
+    _budget,
+    _engine,
+    _features,
+)
 from ansible_collections.llmfleet.sglang.plugins.module_utils._overlay import GENERATION_KEYS
 from ansible_collections.llmfleet.sglang.plugins.module_utils._refusal import RefusalError
 from ansible_collections.llmfleet.sglang.plugins.module_utils._size import parse_share, parse_size
@@ -25,6 +31,7 @@ ROLES = (*ENGINE_ROLES, "router")
 DEFAULTS: Mapping[str, Any] = {
     "plan_address": "",
     "plan_admission": {},
+    "plan_api_keys": [],
     "plan_capture": "",
     "plan_device": "cuda",
     "plan_engine_args": {},
@@ -131,6 +138,8 @@ class Wants:
     gpu_memory: int | None = None
     gpu_nodes: dict[str, int] = field(default_factory=dict)
     features: dict[str, str] = field(default_factory=dict)
+    # Kept out of ``variables`` and of what is printed: nothing that is written may hold a key.
+    api_keys: list[str] = field(default_factory=list, repr=False)
 
     def __getitem__(self, name: str) -> Any:
         return self.variables[name]
@@ -184,6 +193,7 @@ def flag_value(value: Any) -> Any:
 
 def _flags(value: Any, what: str, owned: Sequence[str]) -> dict[str, Any]:
     flags = _mapping(value, what)
+    _api_keys.check_flags(flags, what)
     for name in flags:
         if not _FLAG.fullmatch(name):
             raise RefusalError(
@@ -342,6 +352,19 @@ def _generation(value: Any) -> dict[str, float]:
     return found
 
 
+def _features_of(value: Any, api_keys: Sequence[str]) -> dict[str, str]:
+    """plan_features, and the feature that follows from plan_api_keys. Raises RefusalError."""
+    if isinstance(value, Mapping) and _api_keys.FEATURE in value:
+        raise RefusalError(
+            "feature_owned",
+            f"plan_features names {_api_keys.FEATURE}",
+            f"{_api_keys.VARIABLE} alone to decide whether servers ask for a key",
+            f"remove {_api_keys.FEATURE} from plan_features and set {_api_keys.VARIABLE}",
+        )
+    features = _features.parse_features(value, "plan_features")
+    return dict(sorted((features | ({_api_keys.FEATURE: "on"} if api_keys else {})).items()))
+
+
 def _gpu_nodes(value: Any) -> dict[str, int]:
     """plan_gpu_numa_nodes: PCI address -> node. Raises RefusalError."""
     found = {}
@@ -401,7 +424,8 @@ def parse_wants(host: str, variables: Mapping[str, Any]) -> Wants:
     if known["plan_gpu_memory"] not in ("", None):
         wants.gpu_memory = attempt(parse_size, known["plan_gpu_memory"], "plan_gpu_memory")
     known["plan_generation_config"] = attempt(_generation, known["plan_generation_config"]) or {}
-    wants.features = attempt(_features.parse_features, known["plan_features"], "plan_features") or {}
+    wants.api_keys = attempt(_api_keys.parse_api_keys, known.pop("plan_api_keys")) or []
+    wants.features = attempt(_features_of, known["plan_features"], wants.api_keys) or {}
     for name in ("gpu_exporter_port", "prometheus_port"):
         known[name] = attempt(_port, known[name], name)
 

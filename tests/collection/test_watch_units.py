@@ -65,8 +65,8 @@ PLAN = {
 RENDERED = {"probe": ["router"], "liveness": ["prefill", "decode"]}
 
 
-def render(folder: Path, **variables: Any) -> dict[str, str]:
-    """Text by the file's name."""
+def render(folder: Path, keys: int = 0, **variables: Any) -> dict[str, str]:
+    """Text by the file's name, of instances with so many keys."""
     tasks = [
         {
             "name": f"Render the {kind}s of {program}",
@@ -75,7 +75,7 @@ def render(folder: Path, **variables: Any) -> dict[str, str]:
                 "dest": f"{folder}/llmfleet-{program}@{{{{ item.name }}}}.{kind}",
                 "mode": "0644",
             },
-            "loop": [instance for instance in INSTANCES if instance["name"] in names],
+            "loop": [instance | {"api_keys": keys} for instance in INSTANCES if instance["name"] in names],
         }
         for program, names in RENDERED.items()
         for kind in ("service", "timer")
@@ -181,12 +181,12 @@ def test_the_engine_has_the_metrics_that_are_looked_at(units: dict[str, str], ve
 
 
 def test_a_key_is_a_credential_and_nothing_else(units: dict[str, str], tmp_path: Path) -> None:
-    keyed = render(tmp_path, watch_api_key_file="/etc/llmfleet/router.key")
-    for name, unit in keyed.items():
+    for name, unit in render(tmp_path, keys=2).items():
         if name.endswith(".service"):
-            assert unit.count("/etc/llmfleet/router.key") == 1
-            assert "\nLoadCredential=api-key:/etc/llmfleet/router.key\n" in unit
-            assert unit.replace("LoadCredential=api-key:/etc/llmfleet/router.key\n", "") == units[name]
+            instance = name.removesuffix(".service").split("@")[1]
+            line = f"LoadCredential=api-keys:/etc/llmfleet/credentials/{instance}\n"
+            assert unit.count(f"\n{line}") == 1
+            assert unit.replace(line, "") == units[name]
 
 
 def test_systemd_has_nothing_to_say(units: dict[str, str], folder: Path) -> None:

@@ -15,9 +15,11 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -31,6 +33,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from pd_pair import MODEL, Limits, Pair
 
 SMG = Path(sys.executable).with_name("smg")
+#: The program that the router's unit runs it by where there are keys: of the clone, or beside this file.
+LIFECYCLE = Path(__file__).parents[2] / "files" / "lifecycle"
 START_S = 60
 #: Rejections that have not come by then were not made at once.
 WITHIN_S = 20
@@ -88,10 +92,14 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def get(port: int, path: str) -> tuple[int, str]:
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
+def get(port: int, path: str, key: str = "") -> tuple[int, str]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     try:
-        connection.request("GET", path)
+        connection.request("GET", path, headers=bearer(key))
         response = connection.getresponse()
         return response.status, response.read().decode()
     finally:
@@ -99,14 +107,25 @@ def get(port: int, path: str) -> tuple[int, str]:
 
 
 @contextmanager
-def routed(pair: Pair, flags: Sequence[str]) -> Iterator[int]:
-    """The port of a router in front of the pair, until the block ends."""
+def routed(pair: Pair, flags: Sequence[str], keys: Sequence[str] = ()) -> Iterator[int]:
+    """The port of a router in front of the pair, until the block ends. With ``keys`` it is run as its unit runs it, and
+    it is refused that one of them can be seen: in its command line, its environment, its log or its metrics."""
     port, metrics = free_port(), free_port()
-    argv = [str(SMG), "launch", "--pd-disaggregation"]
+    argv = [sys.executable, "-I", "-B", str(LIFECYCLE), "router"] if keys else [str(SMG)]
+    argv += ["launch", "--pd-disaggregation"]
     argv += [word for stage in pair.prefills for word in ("--prefill", stage.url, "8998")]
     argv += ["--decode", pair.decode.url, "--host", "127.0.0.1", "--port", str(port), "--prometheus-host", "127.0.0.1"]
     argv += ["--prometheus-port", str(metrics), "--disable-tokenizer-autoload", "--worker-startup-check-interval", "1"]
-    with subprocess.Popen([*argv, *flags], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as router:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        subprocess.Popen(
+            [*argv, *flags],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "CREDENTIALS_DIRECTORY": _credentials(folder, keys)},
+        ) as router,
+    ):
         log: list[str] = []
         reader = threading.Thread(target=lambda: log.extend(router.stdout or ()), daemon=True)
         reader.start()
@@ -117,10 +136,19 @@ def routed(pair: Pair, flags: Sequence[str]) -> Iterator[int]:
                     raise SystemExit(f"the router is not ready: {''.join(log[-20:])}")
                 time.sleep(0.1)
             yield port
+            seen = "".join(log) + get(metrics, "/metrics")[1]
+            seen += "".join(Path(f"/proc/{router.pid}/{name}").read_text() for name in ("cmdline", "environ"))
+            if any(key in seen for key in keys):
+                raise SystemExit("a key is in what the router logs, counts or shows in /proc")
         finally:
             # It keeps its listener for five seconds after SIGTERM, for a load balancer; nothing here waits for one.
             router.kill()
             router.wait()
+
+
+def _credentials(folder: str, keys: Sequence[str]) -> str:
+    (Path(folder) / "api-keys").write_text("".join(f"{key}\n" for key in keys))
+    return folder
 
 
 def _is_ready(port: int, servers: int) -> bool:
@@ -131,11 +159,12 @@ def _is_ready(port: int, servers: int) -> bool:
     return status == 200 and json.loads(body).get("healthy_workers") == servers
 
 
-def send(port: int, stream: bool = False, **extra: Any) -> Answer:
+def send(port: int, stream: bool = False, key: str = "", **extra: Any) -> Answer:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "stream": stream, **extra}
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
-        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
+        headers = {"content-type": "application/json", **bearer(key)}
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
         response = connection.getresponse()
         return Answer(response.status, response.getheader("retry-after"), response.read().decode())
     finally:
@@ -283,6 +312,44 @@ def check_thinking(facts: Facts, flags: Sequence[str]) -> None:
             facts.hold(f"chat_template_kwargs for {model}, where it says not to think", found, {"thinking": False})
 
 
+def check_keys(facts: Facts, flags: Sequence[str]) -> None:
+    """What docs/secrets.md counts on: who may do what, which key goes where, and a rotation without a rejection."""
+    old, new, client, wrong = (f"{name}-key-0123456789" for name in ("old", "new", "client", "wrong"))
+
+    def asked(given: Sequence[str], taken: Sequence[str]) -> dict[str, int]:
+        """The status of a completion by key, from a router that was given some keys and servers that take some."""
+        with Pair(Limits(4, 4, 0.01), Limits(4, 4, 0.01)) as pair:
+            for stage in (pair.prefill, pair.decode):
+                stage.keys = list(taken)
+            with routed(pair, flags, given) as port:
+                found = {key.split("-")[0]: send(port, key=key).status for key in (old, new, client, wrong)}
+                found["none"] = send(port).status
+                for path in ("/workers", "/readiness"):
+                    found[path] = get(port, path)[0]
+                found["/workers by its own"] = get(port, "/workers", given[0])[0]
+                found["/workers by another"] = get(port, "/workers", given[-1])[0] if len(given) > 1 else 401
+            shown = {*pair.prefill.shown, *pair.decode.shown}
+            facts.hold("nothing comes to the servers without a key", None in shown, False)
+            return found
+
+    ours = {"wrong": 401, "none": 401, "/workers": 401, "/readiness": 200}
+    ours |= {"/workers by its own": 200, "/workers by another": 401}
+    for what, keys, served in (
+        ("before", [old, client], (old, client)),
+        ("while both are valid", [new, old, client], (old, new, client)),
+        ("after", [new, client], (new, client)),
+    ):
+        expected = {key.split("-")[0]: 200 if key in served else 401 for key in (old, new, client)}
+        facts.hold(f"a rotation, {what}", asked(keys, keys), expected | ours)
+    with Pair(Limits(4, 4, 0.01), Limits(4, 4, 0.01)) as pair, routed(pair, flags, [old, client]) as port:
+        pair.prefill.keys = pair.decode.keys = [old]
+        facts.hold("what a client has shown goes on to the servers", send(port, key=client).status, 500)
+        facts.hold(
+            "and not the router's own key", set(pair.prefill.shown) <= {f"Bearer {old}", f"Bearer {client}"}, True
+        )
+        facts.hold("which is what it asks for itself with", f"Bearer {client}" in pair.prefill.shown, True)
+
+
 def check_retries(facts: Facts) -> None:
     """Why retries and circuit breakers are off: with them two rejected requests lock every client out."""
     with Pair(Limits(1, 0, 0.1), Limits(64, 64, 0.05)) as pair, routed(pair, ["--policy", "cache_aware"]) as port:
@@ -308,6 +375,7 @@ def main() -> int:
         check_overload,
         check_request_timeout,
         check_thinking,
+        check_keys,
     ):
         check(facts, flags)
     check_retries(facts)

@@ -7,7 +7,8 @@
 Each stage holds ``running`` requests at once, lets ``waiting`` more wait, and answers the next one with the 503 and the
 ``Retry-After`` that the engine's plugin gives. A request is prefilled for ``Limits.seconds`` before its decode half
 starts; the halves of a pair find each other by ``bootstrap_room``. A stage tells its load as ``/v1/loads`` does, unless
-``loads`` is replaced, and keeps every body that it got.
+``loads`` is replaced, and keeps every body that it got. Where ``keys`` are set, a request has to show one of them, as
+with the plugin's ``api_keys``.
 
 Standard library only.
 """
@@ -49,6 +50,8 @@ class Stage(ThreadingHTTPServer):
         self.turn = threading.Condition()
         self.running = self.waiting = self.most_running = self.most_waiting = 0
         self.bodies: list[dict[str, Any]] = []
+        self.keys: list[str] = []
+        self.shown: list[str | None] = []
         self.loads: Callable[[], dict[str, Any]] = self.load
         self.events = 4
         self.polls = 0
@@ -123,9 +126,23 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: Stage
 
+    def turned_away(self) -> bool:
+        """Whether the request lacks a key, and has got its answer."""
+        shown = self.headers["authorization"]
+        if not self.server.keys or self.path.startswith(("/health", "/ready", "/metrics")):
+            return False
+        self.server.shown.append(shown)
+        if shown in [f"Bearer {key}" for key in self.server.keys]:
+            return False
+        self.rfile.read(int(self.headers.get("content-length") or 0))
+        self.answer(401, {"error": "Unauthorized"})
+        return True
+
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         stage = self.server
+        if self.turned_away():
+            return
         if path in ("/health", "/ready", "/health_generate"):
             self.answer(200, {})
         elif path in ("/server_info", "/get_server_info"):
@@ -151,6 +168,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         stage = self.server
+        if self.turned_away():
+            return
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         stage.bodies.append(body)
         room = int(body["bootstrap_room"])

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from llmfleet_plugin import index_keys, index_queries, indexer_logits, queue_bound, sparse_mla
+from llmfleet_plugin import api_keys, index_keys, index_queries, indexer_logits, queue_bound, sparse_mla
 from llmfleet_plugin._feature import Feature
 
 FEATURES: tuple[Feature, ...] = (
+    api_keys.FEATURE,
     indexer_logits.FEATURE,
     index_keys.FEATURE,
     index_queries.FEATURE,

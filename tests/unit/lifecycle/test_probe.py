@@ -254,7 +254,7 @@ def test_files_of_a_success_and_of_what_followed(
 def test_the_key_is_a_credential(router: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     credentials = tmp_path / "credentials"
     credentials.mkdir()
-    (credentials / "api-key").write_text("sesame\n")
+    (credentials / "api-keys").write_text("sesame\nanother\n")
     monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(credentials))
     router.routes[CHAT] = stream(*WHOLE)
     assert probe.main(arguments(router, tmp_path)) == 0
