@@ -22,7 +22,7 @@ import urllib.parse
 TOKENS = 20
 
 
-def ask(url: str, prompt: str) -> str:
+def ask(url: str, prompt: str, key: str) -> str:
     """One streamed completion: nothing when it came whole, "away" when the router did not take it, else why not."""
     address = urllib.parse.urlsplit(url)
     connection = http.client.HTTPConnection(str(address.hostname), address.port, timeout=60)
@@ -37,7 +37,8 @@ def ask(url: str, prompt: str) -> str:
     except OSError:
         return "away"
     try:
-        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
+        headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
         response = connection.getresponse()
         if response.status in (429, 503):
             return "away"
@@ -56,8 +57,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--clients", type=int, default=3)
     parser.add_argument("--result", required=True)
+    parser.add_argument("--key-file", required=True, help="with the API key that is shown")
     parser.add_argument("urls", nargs="+")
     options = parser.parse_args()
+    with open(options.key_file, encoding="ascii") as stream:
+        key = stream.read()
     told = threading.Event()
     signal.signal(signal.SIGTERM, lambda _signal, _frame: told.set())
     served: collections.Counter[str] = collections.Counter()
@@ -71,7 +75,7 @@ def main() -> None:
             # Each begins with another router, so that all of them are used.
             turned = options.urls[number % len(options.urls) :] + options.urls[: number % len(options.urls)]
             for url in turned:
-                outcome = ask(url, f"request {number} {asked}")
+                outcome = ask(url, f"request {number} {asked}", key)
                 if outcome != "away":
                     break
             with lock:

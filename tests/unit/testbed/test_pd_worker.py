@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 from ansible_collections.llmfleet.sglang.plugins.module_utils._gauges import requests
 
-FOLDER = Path(__file__).resolve().parents[3] / "testbed" / "stand_ins" / "pd_worker"
+ROOT = Path(__file__).resolve().parents[3]
+FOLDER = ROOT / "testbed" / "stand_ins" / "pd_worker"
 Start = Callable[..., "Worker"]
 
 
@@ -40,10 +41,15 @@ class Worker:
         told = os.environ | {"PYTHONPATH": str(FOLDER), "LLMFLEET_REVISION": "r1"} | environment
         self.process = subprocess.Popen(line, env=told, stderr=subprocess.DEVNULL)
 
-    def get(self, path: str, body: Any = None) -> tuple[int, str]:
+    def get(self, path: str, body: Any = None, key: str = "") -> tuple[int, str]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
         try:
-            connection.request("GET" if body is None else "POST", path, None if body is None else json.dumps(body))
+            connection.request(
+                "GET" if body is None else "POST",
+                path,
+                None if body is None else json.dumps(body),
+                {"authorization": f"Bearer {key}"} if key else {},
+            )
             response = connection.getresponse()
             return response.status, response.read().decode()
         finally:
@@ -113,6 +119,28 @@ def test_a_decode_refuses_a_prefill_of_another_revision(start: Start) -> None:
     body = {"bootstrap_host": "127.0.0.1", "bootstrap_port": prefill.bootstrap, "bootstrap_room": 1, "messages": []}
     status, text = decode.get("/v1/chat/completions", body)
     assert (status, "this prefill runs revision r1, the decode r2" in text) == (500, True)
+
+
+def test_with_keys_it_lets_in_who_shows_one_and_reports_the_feature(start: Start, tmp_path: Path) -> None:
+    keys = ["the-own-key-of-the-fleet", "the-key-of-the-clients"]
+    (tmp_path / "api-keys").write_text("".join(f"{key}\n" for key in keys))
+    worker = start(
+        "decode",
+        PYTHONPATH=f"{FOLDER}:{ROOT / 'files' / 'plugin'}",
+        LLMFLEET_API_KEYS="on",
+        LLMFLEET_FEATURES_DIR=str(tmp_path),
+        CREDENTIALS_DIRECTORY=str(tmp_path),
+    )
+    assert [worker.get("/v1/models", key=key)[0] for key in [*keys, "another-key-of-someone", ""]] == [
+        200,
+        200,
+        401,
+        401,
+    ]
+    assert [worker.get(path)[0] for path in ("/ready", "/metrics", "/server_info")] == [200, 200, 401]
+    assert worker.get("/v1/chat/completions", {"messages": []})[0] == 401
+    reports = {path.stem: json.loads(path.read_text())["features"] for path in tmp_path.glob("*.json")}
+    assert reports == {name: {"api_keys": {"value": "on", "keys": 2}} for name in ("main", "tp0-pp0-dp0")}
 
 
 def test_it_finishes_what_it_has_when_it_is_told_to_end(start: Start) -> None:

@@ -7,6 +7,9 @@ both also streamed, and the bootstrap server of a prefill. A decode answers a re
 router has chosen knows its room, and refuses one of another revision, as the engine refuses another layout of the KV
 cache. On SIGTERM it is not ready any more, finishes what it has and ends, without a limit of its own.
 
+With the feature ``api_keys`` on, the plugin of the release decides who may come in, as it does in the engine; it is
+reported for every rank.
+
 What it is not: a model. An answer is words drawn from a hash of the prompt, so that the same prompt gives the same
 answer.
 
@@ -43,6 +46,9 @@ GAUGES = (
 FAULT = os.environ.get("PD_WORKER_FAULT", "")
 TOKEN_SECONDS = float(os.environ.get("PD_WORKER_TOKEN_SECONDS", "0.01"))
 REVISION = os.environ.get("LLMFLEET_REVISION", "")
+API_KEYS = os.environ.get("LLMFLEET_API_KEYS", "off") == "on"
+#: What the engine lets in without a key (``sglang.srt.utils.auth``).
+EXEMPT = ("/health", "/metrics", "/ready")
 # As long as the engine's decode waits for its prefill, within reason for a test.
 TRANSFER_SECONDS = 30
 
@@ -122,6 +128,17 @@ class Server:
 class Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_state: ClassVar[Server]
+    # The plugin's door; nothing where everybody is let in.
+    door: ClassVar[Any] = None
+
+    def turned_away(self) -> bool:
+        """Whether the request shows no key that the server knows; it is answered then."""
+        headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in self.headers.items()]
+        scope = {"type": "http", "method": self.command, "path": self.path, "headers": headers}
+        if self.door is None or self.door.opens(scope):
+            return False
+        self.send(401, {"error": "Unauthorized"})
+        return True
 
     def send(self, status: int, body: Any, kind: str = "application/json") -> None:
         data = (json.dumps(body) if kind == "application/json" else str(body)).encode()
@@ -132,6 +149,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def do_GET(self) -> None:
+        if self.turned_away():
+            return
         state, path = self.server_state, urllib.parse.urlsplit(self.path).path
         up = state.ready and not state.draining
         if path in ("/ready", "/health", "/health_generate"):
@@ -156,6 +175,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers.get("content-length", 0))) or b"{}")
+        if self.turned_away():
+            return
         if self.path not in ("/generate", "/v1/chat/completions"):
             self.send(404, {"detail": "Not Found"})
             return
@@ -257,11 +278,23 @@ def parse_options() -> argparse.Namespace:
     return options
 
 
+def open_door(ranks: int) -> Any:
+    """The plugin's door with the keys of the unit's credential; every process of the engine reports the feature."""
+    from llmfleet_plugin import _report, api_keys
+
+    keys = api_keys.read_keys(os.environ)
+    for process in ("main", *(_report.rank_name(rank, 0, 0) for rank in range(ranks))):
+        _report.write(process, "0.5.23", {"api_keys": {"value": "on", "keys": len(keys)}}, os.environ)
+    return api_keys.Door(keys, lambda _method, path: path.startswith(EXEMPT))
+
+
 def main() -> None:
     options = parse_options()
     log(f"server_args={options}")
     state = Server(options)
     Handler.server_state = Bootstrap.server_state = state
+    if API_KEYS:
+        Handler.door = open_door(options.tp_size)
     signal.signal(signal.SIGTERM, lambda _signal, _frame: setattr(state, "draining", True))
     if FAULT == "exit":
         log("Nothing to do.")
