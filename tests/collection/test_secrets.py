@@ -142,7 +142,7 @@ def test_the_tasks_that_have_a_key_are_found() -> None:
         for task in tasks(yaml.safe_load(path.read_text()))
         if SECRET.search(own(task))
     }
-    assert found == {"pd_service", "rollout", "router"}
+    assert found == {"gateway", "pd_service", "rollout", "router"}
 
 
 def test_the_keys_are_hidden_where_arguments_of_roles_are_checked() -> None:
