@@ -42,6 +42,7 @@ class FilterModule:
         return {
             "answer_findings": _answers.answer_findings,
             "answer_texts": _answers.answer_texts,
+            "fallback_plan": _rollout.fallback_plan,
             "gathered_answers": gathered_answers,
             "group_plan": _rollout.group_plan,
             "proven_groups": proven_groups,

@@ -34,7 +34,12 @@ Member = tuple[Wants, Instance]
 
 def group_members(fleet: Mapping[str, Wants], group: str, role: str) -> list[Member]:
     """The instances of a PD group in a fixed order, wherever they run: order of the inventory must not matter."""
-    found = [(wants, i) for wants in fleet.values() for i in wants.instances if i.group == group and i.role == role]
+    found = [
+        (wants, instance)
+        for wants in fleet.values()
+        for instance in (*wants.instances, *wants.fallbacks)
+        if instance.group == group and instance.role == role
+    ]
     return sorted(found, key=lambda member: (member[0].host, member[1].name))
 
 

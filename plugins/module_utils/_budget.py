@@ -90,6 +90,10 @@ class Consumer:
     tokens: int | None = None
     hugepage: int | None = None
     none_because: str = ""
+    # Bytes that it has by node, out of an earlier budget of the host: in the place of a demand.
+    share: Mapping[int, int] | None = None
+    # Whether its share is cut to what the engine accepts, as a fraction is, instead of refused.
+    cut: bool = False
 
     @property
     def backing(self) -> str:
@@ -215,7 +219,7 @@ class _Host:
         self.wanted = {
             item.name: wanted
             for item in self.consumers
-            if not item.none_because and (wanted := item.demand or demand) is not None
+            if not item.none_because and (wanted := _wanted(item, demand)) is not None
         }
         self.asked: dict[str, dict[int, int]] = {}
         self.fixed: dict[str, _hicache.Sizing] = {}
@@ -247,14 +251,27 @@ def _countable(topology: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]) 
     return max(0, plain - kept)
 
 
+def _wanted(consumer: Consumer, demand: Demand | None) -> Demand | None:
+    """An own demand comes before a share, and that before the host's."""
+    if consumer.demand is None and consumer.share is not None:
+        return Demand("total", sum(consumer.share.values())) if any(consumer.share.values()) else None
+    return consumer.demand or demand
+
+
 def _ask(host: _Host, demand: Demand | None) -> list[RefusalError]:
     """Fill ``host.asked``: bytes by consumer and node."""
     refused: list[RefusalError] = []
     takers = [item for item in host.consumers if item.name in host.wanted]
-    inherit = [item for item in takers if item.demand is None]
+    inherit = [item for item in takers if item.demand is None and item.share is None]
     for consumer in takers:
         wanted = host.wanted[consumer.name]
-        if wanted.kind == "ratio":
+        if consumer.demand is None and consumer.share is not None:
+            room = host.room(consumer)
+            host.asked[consumer.name] = {
+                node: min(amount, room[node]) if consumer.cut else amount
+                for node, amount in ((node, consumer.share.get(node, 0)) for node in consumer.memory_nodes)
+            }
+        elif wanted.kind == "ratio":
             try:
                 geometry, tokens = _pinned(consumer, "a fixed ratio")
             except RefusalError as error:
@@ -305,7 +322,9 @@ def _fit_fractions(host: _Host) -> None:
     Each gets its part by ranks, not by memory, so that more memory on one node never takes from a server of another.
     """
     askers = [item for item in host.consumers if item.name in host.asked]
-    host.flexible = [item for item in askers if host.wanted[item.name].kind == "fraction"]
+    host.flexible = [
+        item for item in askers if host.wanted[item.name].kind == "fraction" or (item.demand is None and item.cut)
+    ]
     if host.limit is None:
         return
     plain = [item for item in askers if item.backing == PLAIN]
@@ -370,6 +389,33 @@ def make_budget(
     if refused:
         given = {}
     return _told(host, given, demand), refused
+
+
+def share_of(
+    budget: Mapping[str, Any],
+    consumer: Consumer,
+    replaced: Sequence[Mapping[str, Any]],
+    demand: Demand | None,
+    sharers: int,
+) -> dict[int, int]:
+    """Bytes by node of a server that runs in the place of others: what those were given there, and one of ``sharers``
+    equal parts of what the host's demand leaves over. So any of them may run in the place of its own, and no node ever
+    gives more than it was asked for."""
+    shared = {}
+    for node in budget["nodes"]:
+        key = str(node["id"])
+        if consumer.memory_nodes and consumer.policy != "none" and node["id"] not in consumer.memory_nodes:
+            continue
+        same = {e["name"]: e["by_node"].get(key, 0) for e in budget["instances"] if e["backing"] == consumer.backing}
+        there = node["available"] if consumer.backing == PLAIN else node["hugepage_pools"].get(consumer.backing, 0)
+        part = 0
+        if demand is not None and demand.kind == "total":
+            part = int(demand.value) // len(budget["nodes"])
+        elif demand is not None and demand.kind == "fraction":
+            part = int(Fraction(str(demand.value)) * there)
+        left = max(0, part - sum(same.values())) // sharers
+        shared[node["id"]] = min(there, sum(same.get(entry["name"], 0) for entry in replaced) + left)
+    return shared
 
 
 def _check_nodes(host: _Host, demand: Demand | None) -> list[RefusalError]:
@@ -643,7 +689,7 @@ def _steps(
 def _instance_why(consumer: Consumer, found: _hicache.Sizing | None, demand: Demand | None) -> str:
     if consumer.none_because:
         return consumer.none_because
-    if consumer.demand is None and demand is None:
+    if _wanted(consumer, demand) is None:
         return "none asked"
     if found is None:
         return "refused"
@@ -705,6 +751,9 @@ def table(budget: Mapping[str, Any]) -> str:
     lines = _aligned(rows)
     for item in budget["instances"]:
         lines += ["", *_server_lines(item, budget.get("device", {}).get(item["name"]))]
+    for item in budget.get("fallbacks", []):
+        lines += ["", *_wrapped(f"{item['name']} stands by, in the place of its group's servers:", "")]
+        lines += _server_lines(item, budget.get("device", {}).get(item["name"]))
     notes = [*_host_notes(budget), *(f"warning: {text}" for text in budget["warnings"])]
     for note in notes:
         lines += ["", *_wrapped(note, "")]

@@ -16,7 +16,13 @@ from ansible_collections.llmfleet.sglang.plugins.module_utils._features import O
 from ansible_collections.llmfleet.sglang.plugins.module_utils._geometry import parse_config
 from ansible_collections.llmfleet.sglang.plugins.module_utils._refusal import RefusalError
 from ansible_collections.llmfleet.sglang.plugins.module_utils._size import show_binary, show_both
-from ansible_collections.llmfleet.sglang.plugins.module_utils._wants import ENGINE_ROLES, ROLES, Wants
+from ansible_collections.llmfleet.sglang.plugins.module_utils._wants import (
+    ENGINE_ROLES,
+    FALLBACK,
+    ROLES,
+    Instance,
+    Wants,
+)
 
 SERVICE_USER = "llmfleet"
 
@@ -77,12 +83,13 @@ def check_host(wants: Wants, built: bool = True) -> list[RefusalError]:
         port = wants[f"{service}_port"]
         if port is not None:
             ports.setdefault(port, []).append(service)
-    for instance in wants.instances:
+    for instance in (*wants.instances, *wants.fallbacks):
         names.setdefault(instance.name, []).append(f"a {instance.role}")
-        for purpose, port in instance.ports.items():
-            ports.setdefault(port, []).append(f"{instance.name} ({purpose})")
-        for gpu in instance.gpus:
-            gpus.setdefault(gpu, []).append(instance.name)
+        if instance.role != FALLBACK:
+            for purpose, port in instance.ports.items():
+                ports.setdefault(port, []).append(f"{instance.name} ({purpose})")
+            for gpu in instance.gpus:
+                gpus.setdefault(gpu, []).append(instance.name)
         if instance.role == "router" or wants["plan_device"] == "cpu":
             if instance.gpus:
                 why = "a router uses none" if instance.role == "router" else "plan_device is cpu"
@@ -117,17 +124,69 @@ def check_host(wants: Wants, built: bool = True) -> list[RefusalError]:
                 )
             )
     refused += check_other_doors(wants)
+    refused += check_fallbacks(wants)
     refused += _clash("name", names, "give each instance its own name")
     refused += _clash("port", ports, "give each service its own port")
     refused += _clash("gpu", gpus, "give each GPU to one instance")
     return refused
 
 
+def check_fallbacks(wants: Wants) -> list[RefusalError]:
+    """A fallback may share ports and GPUs with what it displaces, its group's instances of the host, and with nothing
+    else: to start it must not end what is not its own."""
+    refused = []
+    groups = [fallback.group for fallback in wants.fallbacks]
+    for fallback in wants.fallbacks:
+        displaced = wants.displaced(fallback)
+        if not displaced:
+            refused.append(
+                RefusalError(
+                    "fallback_alone",
+                    f"{fallback.name} is the fallback of group {fallback.group}, which has no instance on {wants.host}",
+                    "a prefill, decode or router of that group on the host, in whose place it serves",
+                    f"correct the group of {fallback.name}, or take it out of plan_instances",
+                )
+            )
+        others = [other for other in (*wants.instances, *wants.fallbacks) if other.group != fallback.group]
+        taken: dict[str, list[str]] = {}
+        for service in ("gpu_exporter", "prometheus"):
+            taken.setdefault(f"port {wants[f'{service}_port']}", []).append(service)
+        for other in others:
+            for name in _holdings(other):
+                taken.setdefault(name, []).append(other.name)
+        refused += [
+            RefusalError(
+                "fallback_shared",
+                f"{name} is asked for by {fallback.name}, the fallback of group {fallback.group}, and by "
+                f"{' and '.join(taken[name])}",
+                f"what it shares to be of group {fallback.group} alone, which ends when it starts",
+                f"give {fallback.name} GPUs and a port of its group, or some that nobody else has",
+            )
+            for name in _holdings(fallback)
+            if name in taken
+        ]
+    return refused + [
+        RefusalError(
+            "fallback_second",
+            f"group {group} has {groups.count(group)} fallbacks on {wants.host}",
+            "one instance with the role server for each group of a host",
+            "keep the one that is to be started at night",
+        )
+        for group in sorted(set(groups))
+        if groups.count(group) > 1
+    ]
+
+
+def _holdings(instance: Instance) -> list[str]:
+    """What nobody else can have while an instance runs."""
+    return [f"port {port}" for port in instance.ports.values()] + [f"GPU {gpu}" for gpu in instance.gpus]
+
+
 def check_other_doors(wants: Wants) -> list[RefusalError]:
     """What would let requests in past the HTTP server that asks for a key."""
     refused = []
-    for instance in wants.instances if wants.api_keys else []:
-        if instance.role not in ENGINE_ROLES:
+    for instance in (*wants.instances, *wants.fallbacks) if wants.api_keys else ():
+        if not instance.is_engine:
             continue
         flags = effective_flags(wants, instance)
         environment = wants["plan_environment"] | instance.environment
@@ -324,8 +383,8 @@ def check_gpu(wants: Wants, facts: Mapping[str, Any] | None) -> list[RefusalErro
         # Whether the model can be read is told by what needs it.
         parsed = None
     config = parsed if isinstance(parsed, Mapping) else None
-    for instance in wants.instances:
-        if instance.role not in ENGINE_ROLES:
+    for instance in (*wants.instances, *wants.fallbacks):
+        if not instance.is_engine:
             continue
         found = [wants["plan_gpu_capability"]] if wants["plan_gpu_capability"] else [seen.get(n) for n in instance.gpus]
         flags = effective_flags(wants, instance)
@@ -380,12 +439,17 @@ def check_disk(wants: Wants, artefacts: Mapping[str, Any], facts: Mapping[str, A
 
 
 def check_ports(wants: Wants, facts: Mapping[str, Any]) -> list[RefusalError]:
-    """A port has to be free, or held by the very unit that is to use it."""
+    """A port has to be free, or held by the very unit that is to use it, or by the one that stops when that starts."""
     refused = []
-    for instance in wants.instances:
+    stops: dict[str, set[str]] = {}
+    for fallback in wants.fallbacks:
+        for displaced in wants.displaced(fallback):
+            stops.setdefault(fallback.unit, set()).add(displaced.unit)
+            stops.setdefault(displaced.unit, set()).add(fallback.unit)
+    for instance in (*wants.instances, *wants.fallbacks):
         for purpose, port in instance.ports.items():
             holder = facts["ports"].get(str(port))
-            if holder is not None and holder["unit"] != instance.unit:
+            if holder is not None and holder["unit"] not in {instance.unit, *stops.get(instance.unit, ())}:
                 refused.append(
                     RefusalError(
                         "port_taken",
@@ -399,7 +463,8 @@ def check_ports(wants: Wants, facts: Mapping[str, Any]) -> list[RefusalError]:
 
 
 def check_memory(budget: Mapping[str, Any], facts: Mapping[str, Any]) -> list[RefusalError]:
-    """A gate, not a budget: what is planned has to be there now, or be held by the very unit that is to have it.
+    """A gate, not a budget: what is planned has to be there now, or be held by the very unit that is to have it, or by
+    one that stops when that starts.
 
     ``facts.memory``: unit -> ``{main_pid, by_node}``, bytes that our running units hold on each node.
     """
@@ -416,6 +481,12 @@ def check_memory(budget: Mapping[str, Any], facts: Mapping[str, Any]) -> list[Re
             ]
             need = sum(_missing(facts["memory"], entry, str(node["id"])) for entry in takers)
             there = _free(now[node["id"]], backing)
+            # A fallback that runs stops before these start. One that stands by needs nothing yet, and is not asked for.
+            there += sum(
+                _held(facts["memory"], entry, str(node["id"]))
+                for entry in budget["fallbacks"]
+                if entry["backing"] == backing and str(node["id"]) in entry["by_node"]
+            )
             if need > there:
                 refused.append(_busy(node["id"], backing, [entry["name"] for entry in takers], need, there))
     return refused
@@ -437,6 +508,11 @@ def _missing(memory: Mapping[str, Any], entry: Mapping[str, Any], node: str) -> 
     if unit["by_node"] is None or entry["backing"] != _budget.PLAIN:
         return 0
     return max(0, planned - int(unit["by_node"].get(node, 0)))
+
+
+def _held(memory: Mapping[str, Any], entry: Mapping[str, Any], node: str) -> int:
+    """Bytes of what is planned for a server on a node that its running unit has."""
+    return int(entry["by_node"][node]) - _missing(memory, entry, node)
 
 
 def _busy(node: int, backing: str, names: Sequence[str], need: int, there: int) -> RefusalError:

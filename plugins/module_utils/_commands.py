@@ -28,6 +28,7 @@ from ansible_collections.llmfleet.sglang.plugins.module_utils._artefacts import 
 from ansible_collections.llmfleet.sglang.plugins.module_utils._refusal import RefusalError
 from ansible_collections.llmfleet.sglang.plugins.module_utils._wants import (
     ENGINE_ROLES,
+    FALLBACK,
     Instance,
     Wants,
     flag_value,
@@ -113,17 +114,22 @@ def release_plan(wants: Wants, artefacts: Mapping[str, Any], kind: str) -> dict[
 
 
 def effective_flags(wants: Wants, instance: Instance) -> dict[str, Any]:
-    """An engine's flags that do not name an address: the device's, then the host's, then the instance's own."""
+    """An engine's flags that do not name an address: the device's, then the host's, then the instance's own. Those of
+    disaggregation are left out for a server without it."""
     engine = _engine.ENGINES.get(wants["plan_engine_version"])
     device = engine.devices[wants["plan_device"]] if engine else _engine.NO_DEVICE
-    return {
+    flags = {
         **device.flags.get("", {}),
         **device.flags.get(instance.role, {}),
         **wants["plan_engine_args"],
         **instance.args,
-        "device": wants["plan_device"],
         "disaggregation-mode": instance.role,
         "disaggregation-transfer-backend": wants["plan_transfer_backend"],
+    }
+    if instance.role == FALLBACK:
+        flags = {name: value for name, value in flags.items() if not name.startswith("disaggregation-")}
+    return flags | {
+        "device": wants["plan_device"],
         "enable-metrics": True,
         "model-path": served_path(wants),
         "served-model-name": served_name(wants),
@@ -134,7 +140,7 @@ def effective_flags(wants: Wants, instance: Instance) -> dict[str, Any]:
 def ranks(wants: Wants, instance: Instance) -> int:
     """How many scheduler processes a server has: each pipeline stage of each replica has ``tp-size`` of them. Attention
     in data parallel groups divides those, and adds none."""
-    if instance.role not in ENGINE_ROLES:
+    if not instance.is_engine:
         return 0
     flags = effective_flags(wants, instance)
     stages = integer(flags.get("pp-size", flags.get("pipeline-parallel-size", 1)), "pp-size")
@@ -272,7 +278,7 @@ def instance_environment(
     compilers one server may run at once, None where it is not known.
     """
     found = {"HOME": f"/var/cache/llmfleet/{instance.name}", "LLMFLEET_INSTANCE": instance.name}
-    if instance.role in ENGINE_ROLES:
+    if instance.is_engine:
         found |= engine_environment(wants, release)
         found |= timeouts or {}
         found["PROMETHEUS_MULTIPROC_DIR"] = f"/run/llmfleet/{instance.name}/metrics"

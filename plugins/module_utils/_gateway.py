@@ -24,7 +24,7 @@ from ansible_collections.llmfleet.sglang.plugins.module_utils._checks import che
 from ansible_collections.llmfleet.sglang.plugins.module_utils._commands import served_name
 from ansible_collections.llmfleet.sglang.plugins.module_utils._group_admission import group_admission
 from ansible_collections.llmfleet.sglang.plugins.module_utils._refusal import RefusalError
-from ansible_collections.llmfleet.sglang.plugins.module_utils._wants import Instance, Wants
+from ansible_collections.llmfleet.sglang.plugins.module_utils._wants import FALLBACK, Instance, Wants
 
 #: The defaults of the role ``gateway`` that others need: role defaults of another host cannot be read in Ansible.
 DEFAULTS: Mapping[str, Any] = {"gateway_metrics_listen_address": "127.0.0.1", "gateway_metrics_port": 8405}
@@ -34,6 +34,11 @@ WEIGHT_MAX = 256
 #: router that is started again is ready.
 RETRY_FULL_S = 2
 RETRY_NONE_S = 10
+#: What a router answers at /readiness when it can serve.
+READY = (200,)
+#: What a fallback answers there, in its place: the engine has no such route, and no router ever says so. 401 is that of
+#: 0.5.16 with API keys, whose exemptions know no path of that kind.
+READY_FALLBACK = (401, 404)
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
@@ -65,11 +70,13 @@ def gateway_plan(
     """What the gateway on the host ``gateway`` is told, from the wants of all hosts of the inventory.
 
     ``asked``: the groups that it serves, all where none is named; ``ports``: what it listens on itself, by purpose.
-    Returns ``{models[], servers[{name, group, host, address, takes, weight}], seconds{answer, full, none}}``: ``takes``
-    are the requests that a router lets in and queues, None without a bound; ``answer`` is how long it may take for an
-    answer, ``full`` and ``none`` when to try again. Raises RefusalError.
+    Returns ``{models[], servers[{name, group, host, address, takes, weight}], seconds{answer, full, none}, ready[]}``:
+    ``takes`` are the requests that a router lets in and queues, None without a bound; ``answer`` is how long it may
+    take for an answer, ``full`` and ``none`` when to try again; ``ready`` are the statuses of ``/readiness`` with which
+    it is asked. Raises RefusalError.
     """
     groups = _groups(fleet, asked)
+    fallbacks = any(group_members(fleet, group, FALLBACK) for group in groups)
     _check_host(gateway, fleet, ports or {})
     servers, answer, full, models = [], 0, RETRY_FULL_S, {}
     for group in groups:
@@ -98,6 +105,7 @@ def gateway_plan(
         "models": sorted(set(models.values())),
         "servers": servers,
         "seconds": {"answer": answer, "full": full, "none": RETRY_NONE_S},
+        "ready": [*READY, *(READY_FALLBACK if fallbacks else ())],
     }
 
 
@@ -137,7 +145,7 @@ def _check_host(gateway: str, fleet: Mapping[str, Wants], ports: Mapping[str, in
         holders.setdefault(port, []).append(f"the gateway ({purpose})")
     if gateway in fleet:
         wants = fleet[gateway]
-        for instance in wants.instances:
+        for instance in (*wants.instances, *wants.fallbacks):
             if instance.name == "gateway":
                 raise RefusalError(
                     "gateway_unit",

@@ -21,6 +21,7 @@ from ansible_collections.llmfleet.sglang.plugins.module_utils._commands import (
 from ansible_collections.llmfleet.sglang.plugins.module_utils._refusal import RefusalError
 from ansible_collections.llmfleet.sglang.plugins.module_utils._wants import (
     ENGINE_ROLES,
+    FALLBACK,
     ROLES,
     Wants,
     flag_value,
@@ -101,6 +102,17 @@ def engine_bound(fleet: Mapping[str, Wants], admission: _admission.Admission, me
     return admission.engine_bound(next(server for server in servers if server.name == name), role)
 
 
+def fallback_bound(admission: _admission.Admission, member: Member) -> int | None:
+    """``max-queued-requests`` of a fallback: all that the group's routers let in and queue, since none of them is in
+    front of it. None where it is set by hand, would not be heeded, or a router lets in everything."""
+    if BOUND in effective_flags(*member) or _parts(member):
+        return None
+    flags = [admission.flags_of(router) for router in admission.routers]
+    if any(found[_admission.CAP] <= 0 for found in flags):
+        return None
+    return sum(found[_admission.CAP] + found[_admission.QUEUE] for found in flags)
+
+
 def check_admission(fleet: Mapping[str, Wants], group: str) -> list[RefusalError]:
     """What is wrong with the admission of a complete group whose hosts are sound."""
     asked: dict[_admission.Demand, list[str]] = {}
@@ -122,7 +134,7 @@ def check_admission(fleet: Mapping[str, Wants], group: str) -> list[RefusalError
         return [error]
     refused = _admission.check_timeouts(group, admission)
     refused += _admission.check_safeguards(group, admission, _turned_on(fleet, group))
-    for role in ENGINE_ROLES:
+    for role in (*ENGINE_ROLES, FALLBACK):
         for wants, instance in group_members(fleet, group, role):
             bound, parts = effective_flags(wants, instance).get(BOUND), _parts((wants, instance))
             if bound is not None and parts and "queue_bound" in wants.features:

@@ -18,7 +18,6 @@ from ansible_collections.llmfleet.sglang.plugins.module_utils._geometry import G
 from ansible_collections.llmfleet.sglang.plugins.module_utils._refusal import RefusalError
 from ansible_collections.llmfleet.sglang.plugins.module_utils._size import GIB, parse_share
 from ansible_collections.llmfleet.sglang.plugins.module_utils._wants import (
-    ENGINE_ROLES,
     Instance,
     Wants,
     integer,
@@ -28,7 +27,6 @@ from ansible_collections.llmfleet.sglang.plugins.module_utils._wants import (
 
 # CUDA's context and libraries on each GPU, which no flag counts.
 DEVICE_OVERHEAD = 2 * GIB
-_NOTHING = _budget.Demand("")
 
 
 def _number_flag(flags: Mapping[str, Any], name: str) -> int | None:
@@ -75,7 +73,7 @@ def device_memory(
 def node_sets(wants: Wants, topology: Mapping[str, Any]) -> tuple[dict[str, _nodes.NodeSet], list[RefusalError]]:
     """The node set of each instance by name, and why some have none."""
     sets, refused = {}, []
-    for instance in wants.instances:
+    for instance in (*wants.instances, *wants.fallbacks):
         try:
             sets[instance.name] = node_set(wants, instance, topology)
         except RefusalError as error:
@@ -93,16 +91,15 @@ def host_budget(
     """The HiCache budget of a host and what its servers' KV caches cost on the device; see ``_budget.py``.
 
     ``config``: the content of the model's config.json, needed where HiCache is asked for. ``model_size`` in bytes.
-    ``sets``: the node set of each instance. Result: the budget, with ``device`` for each server in it.
+    ``sets``: the node set of each instance. Result: the budget, with ``device`` for each server in it, and with
+    ``fallbacks``, the parts of the fallbacks. Each of those is counted in the place of what it displaces and beside all
+    other servers, so a node gives the larger of the two, and never their sum.
     """
     version = wants["plan_engine_version"]
-    servers = [instance for instance in wants.instances if instance.role in ENGINE_ROLES]
-    asked = {
-        item.name: (item.hicache or wants.hicache) is not None and (item.hicache or _NOTHING).kind != "none"
-        for item in servers
-    }
+    servers = [instance for instance in wants.instances if instance.is_engine]
+    asked = {item.name: _asks(item, wants.hicache is not None) for item in (*servers, *wants.fallbacks)}
     refused: list[RefusalError] = []
-    consumers: list[_budget.Consumer] = []
+    consumers: dict[str, _budget.Consumer] = {}
     device: dict[str, Any] = {}
     release = _hicache.RELEASES[_engine.DEFAULT_ENGINE]
     if any(asked.values()):
@@ -110,51 +107,108 @@ def host_budget(
             version, release = _hicache.release_of(version, wants["plan_hicache_like"])
         except RefusalError as error:
             return {}, [error]
-    for instance in servers:
-        flags = effective_flags(wants, instance)
-        environment = wants["plan_environment"] | instance.environment
-        consumer = _budget.Consumer(
-            name=instance.name,
-            role=instance.role,
-            unit=instance.unit,
-            ranks=instance.tp_size,
-            memory_nodes=sets[instance.name].memory_nodes,
-            policy=wants["plan_numa_policy"],
-            demand=instance.hicache if asked[instance.name] else None,
-            hugepage=_hicache.HUGEPAGES.get(environment.get("SGLANG_HUGEPAGE_SIZE", "").strip().upper()),
-        )
-        consumers.append(consumer)
-        if (instance.hicache or _NOTHING).kind == "none":
-            consumer.none_because = "disabled by the operator"
-        request = _hicache.Request(instance.role, wants["plan_device"], flags, environment)
+
+    def add(instance: Instance, takes: bool) -> None:
         try:
-            # A server that takes none whatever its model is needs no model to be read.
-            takes = asked[instance.name] and not _takes_none(consumer, instance, request, version)
-            geometry = _geometry_of(wants, instance, flags, environment, config, release, takes)
-            if geometry is not None:
-                with_bf16 = _geometry_of(wants, instance, flags, environment, config, release, False, "bf16")
-                other = with_bf16 if geometry.kind == "dsv4" else None
-                device[instance.name] = device_memory(wants, instance, geometry, other, flags, model_size)
-                consumer.geometry = geometry
-                consumer.tokens = _number_flag(flags, "max-total-tokens") or device[instance.name]["largest_tokens"]
-            if takes and geometry is not None:
-                _hicache_rules(consumer, instance, replace(request, kind=geometry.kind), version)
+            consumers[instance.name], told = _consumer(
+                wants, instance, sets[instance.name], config, model_size, version, release, takes
+            )
+            device.update({instance.name: told} if told else {})
         except RefusalError as error:
             refused.append(error)
+
+    for instance in servers:
+        add(instance, asked[instance.name])
     if refused:
         return {}, refused
     budget, refused = _budget.make_budget(
-        topology, consumers, wants.hicache, wants.reserves, release, wants["plan_memory_nodes"]
+        topology, list(consumers.values()), wants.hicache, wants.reserves, release, wants["plan_memory_nodes"]
     )
+    budget["fallbacks"] = []
+    for fallback in wants.fallbacks if not refused else ():
+        displaced = [instance.name for instance in wants.displaced(fallback)]
+        replaced = [entry for entry in budget["instances"] if entry["name"] in displaced]
+        add(fallback, asked[fallback.name] or _asks(fallback, any(entry["given"] for entry in replaced)))
+        if fallback.name not in consumers:
+            continue
+        own = consumers[fallback.name]
+        beside = [
+            replace(
+                consumers[entry["name"]],
+                demand=None,
+                share={int(node): amount for node, amount in entry["by_node"].items()},
+            )
+            for entry in budget["instances"]
+            if entry not in replaced
+        ]
+        if own.demand is None and not own.none_because:
+            if wants.hicache is not None and wants.hicache.kind == "ratio":
+                own.demand = wants.hicache
+            else:
+                own.share, own.cut = _budget.share_of(budget, own, replaced, wants.hicache, len(wants.fallbacks)), True
+        alone, problems = _budget.make_budget(
+            topology, [own, *beside], None, wants.reserves, release, wants["plan_memory_nodes"]
+        )
+        refused += problems
+        budget["fallbacks"] += [entry for entry in alone["instances"] if entry["name"] == own.name]
     budget["warnings"] += [
         f"{item.name}: max-total-tokens {item.tokens:,} is more than the {room:,} that fit on its GPUs "
         "(plan_gpu_memory x mem-fraction-static, less the model): the engine will take fewer, and the proof will fail"
-        for item in consumers
+        for item in consumers.values()
         if item.tokens is not None
         and (room := device.get(item.name, {}).get("largest_tokens")) is not None
         and item.tokens > room
     ]
     return budget | {"device": device}, refused
+
+
+def _asks(instance: Instance, otherwise: bool) -> bool:
+    """Whether a server is to have HiCache; ``otherwise`` where it does not say itself."""
+    return otherwise if instance.hicache is None else instance.hicache.kind != "none"
+
+
+def _consumer(
+    wants: Wants,
+    instance: Instance,
+    nodes: _nodes.NodeSet,
+    config: Any,
+    model_size: int | None,
+    version: str,
+    release: _hicache.Release,
+    asked: bool,
+) -> tuple[_budget.Consumer, dict[str, Any] | None]:
+    """A server as the budget sees it, and what its KV cache costs on the device, None where that cannot be told.
+
+    ``asked``: whether it is to have HiCache. Raises RefusalError where it is, and cannot.
+    """
+    flags = effective_flags(wants, instance)
+    environment = wants["plan_environment"] | instance.environment
+    consumer = _budget.Consumer(
+        name=instance.name,
+        role=instance.role,
+        unit=instance.unit,
+        ranks=instance.tp_size,
+        memory_nodes=nodes.memory_nodes,
+        policy=wants["plan_numa_policy"],
+        demand=instance.hicache if asked else None,
+        hugepage=_hicache.HUGEPAGES.get(environment.get("SGLANG_HUGEPAGE_SIZE", "").strip().upper()),
+    )
+    if instance.hicache is not None and instance.hicache.kind == "none":
+        consumer.none_because = "disabled by the operator"
+    request = _hicache.Request(instance.role, wants["plan_device"], flags, environment)
+    # A server that takes none whatever its model is needs no model to be read.
+    takes = asked and not _takes_none(consumer, instance, request, version)
+    geometry = _geometry_of(wants, instance, flags, environment, config, release, takes)
+    if geometry is None:
+        return consumer, None
+    with_bf16 = _geometry_of(wants, instance, flags, environment, config, release, False, "bf16")
+    other = with_bf16 if geometry.kind == "dsv4" else None
+    told = device_memory(wants, instance, geometry, other, flags, model_size)
+    consumer.geometry = geometry
+    consumer.tokens = _number_flag(flags, "max-total-tokens") or told["largest_tokens"]
+    if takes:
+        _hicache_rules(consumer, instance, replace(request, kind=geometry.kind), version)
+    return consumer, told
 
 
 def budget_of(

@@ -54,6 +54,7 @@ from ansible_collections.llmfleet.sglang.plugins.module_utils._commands import (
 from ansible_collections.llmfleet.sglang.plugins.module_utils._group_admission import (
     check_admission,
     engine_bound,
+    fallback_bound,
     group_admission,
     timeouts,
 )
@@ -63,6 +64,7 @@ from ansible_collections.llmfleet.sglang.plugins.module_utils._overlay import GE
 from ansible_collections.llmfleet.sglang.plugins.module_utils._refusal import RefusalError
 from ansible_collections.llmfleet.sglang.plugins.module_utils._release import jobs
 from ansible_collections.llmfleet.sglang.plugins.module_utils._wants import (
+    FALLBACK,
     ROLES,
     Instance,
     Wants,
@@ -90,7 +92,9 @@ def _instance_plan(
     if instance.role == "router":
         argv = router_argv(wants, instance, fleet, release["dir"], monitor, admission.router_flags())
     else:
-        bound = engine_bound(fleet, admission, (wants, instance))
+        alone = instance.role == FALLBACK
+        member = (wants, instance)
+        bound = fallback_bound(admission, member) if alone else engine_bound(fleet, admission, member)
         argv = engine_argv(wants, instance, release["python"], cache["flags"] if cache else {}, bound)
     revision = group_revision(fleet, instance.group, artefacts)
     bind = binding(wants, nodes)
@@ -192,7 +196,7 @@ def make_plan(
 ) -> dict[str, Any]:
     """The plan of one host; see the module's text and ``docs/architecture.md``.
 
-    With refusals the plan is not to be applied; ``instances`` and ``groups`` are then left empty.
+    With refusals the plan is not to be applied; ``instances``, ``fallbacks`` and ``groups`` are then left empty.
     ``facts``: ``{os {distribution, major, arch}, topology, ports, paths, releases[], model_source | None, model_config,
     memory {unit: {main_pid, by_node}}}``; of a captured host there are ``topology`` and ``model_config`` only.
     """
@@ -225,6 +229,7 @@ def make_plan(
         if facts is None
         else [{"index": gpu["index"], "pci": gpu["pci"]} for gpu in facts["topology"]["gpus"]],
         "instances": [],
+        "fallbacks": [],
         "budget": {},
         "admission": {},
         "groups": {},
@@ -236,7 +241,7 @@ def make_plan(
         refused += _fill(plan, wanted, wants, artefacts, facts, monitor or host)
     plan["refusals"] = [error.on(host) for error in refused]
     if refused:
-        plan |= {"instances": [], "admission": {}, "groups": {}, "scrape": []}
+        plan |= {"instances": [], "fallbacks": [], "admission": {}, "groups": {}, "scrape": []}
     return plan
 
 
@@ -275,7 +280,7 @@ def _fill(
     if wants["plan_generation_config"]:
         plan["model"]["changes"] = {GENERATION_FILE: wants["plan_generation_config"]}
     # Without facts nothing is known to bind to.
-    sets = {instance.name: _nodes.NodeSet([], []) for instance in wants.instances}
+    sets = {instance.name: _nodes.NodeSet([], []) for instance in (*wants.instances, *wants.fallbacks)}
     if facts is None:
         refused = check_gpu(wants, None)
     else:
@@ -288,24 +293,28 @@ def _fill(
             )
     if refused:
         return refused
-    caches = {entry["name"]: entry for entry in plan["budget"].get("instances", [])}
-    for instance in wants.instances:
+    budget = plan["budget"]
+    caches = {entry["name"]: entry for entry in (*budget.get("instances", []), *budget.get("fallbacks", []))}
+    for instance in (*wants.instances, *wants.fallbacks):
         try:
-            plan["instances"].append(
-                _instance_plan(
-                    wants,
-                    instance,
-                    fleet,
-                    artefacts,
-                    sets[instance.name],
-                    caches.get(instance.name),
-                    _jobs(sets[instance.name], facts),
-                    monitor,
-                    admissions[instance.group],
-                )
+            found = _instance_plan(
+                wants,
+                instance,
+                fleet,
+                artefacts,
+                sets[instance.name],
+                caches.get(instance.name),
+                _jobs(sets[instance.name], facts),
+                monitor,
+                admissions[instance.group],
             )
         except RefusalError as error:
             refused.append(error)
+            continue
+        if instance.role == FALLBACK:
+            plan["fallbacks"].append(found | {"conflicts": [other.unit for other in wants.displaced(instance)]})
+        else:
+            plan["instances"].append(found)
     told = [text for group, admission in admissions.items() for text in admission_warnings(fleet, group, admission)]
     plan["warnings"] = [*told, *plan["budget"].get("warnings", [])]
     if facts is not None and not refused:

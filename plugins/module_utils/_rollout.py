@@ -61,12 +61,22 @@ def rollout_order(fleet: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]
 def group_plan(plan: Mapping[str, Any], group: str) -> dict[str, Any]:
     """The plan of a host as if it had this PD group only: what every task of a role then does concerns this group."""
     instances = [instance for instance in plan["instances"] if instance["group"] == group]
-    names = [instance["name"] for instance in instances]
+    # A plan that an earlier version has stored knows of none.
+    fallbacks = [fallback for fallback in plan.get("fallbacks", []) if fallback["group"] == group]
+    names = [instance["name"] for instance in (*instances, *fallbacks)]
     budget = dict(plan["budget"])
-    if "instances" in budget:
-        budget["instances"] = [entry for entry in budget["instances"] if entry["name"] in names]
+    for part in ("instances", "fallbacks"):
+        if part in budget:
+            budget[part] = [entry for entry in budget[part] if entry["name"] in names]
     groups = {name: members for name, members in plan["groups"].items() if name == group}
-    return {**plan, "instances": instances, "groups": groups, "budget": budget}
+    return {**plan, "instances": instances, "fallbacks": fallbacks, "groups": groups, "budget": budget}
+
+
+def fallback_plan(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """The plan of a host as if its fallbacks were all that it runs: what a role's tasks then do concerns them."""
+    fallbacks = plan.get("fallbacks", [])
+    budget = {**plan["budget"], "instances": plan["budget"].get("fallbacks", []), "fallbacks": []}
+    return {**plan, "instances": fallbacks, "fallbacks": [], "budget": budget}
 
 
 def rollout_changes(instances: Sequence[Mapping[str, Any]], running: Mapping[str, Any]) -> list[dict[str, str]]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ansible_collections.llmfleet.sglang.plugins.module_utils._gauges import WAITING
+from ansible_collections.llmfleet.sglang.plugins.module_utils._wants import FALLBACK
 
 STATUS_COLUMNS = (
     "host",
@@ -50,7 +51,7 @@ def status_rows(
     ``running`` is what ``unit_info`` tells; ``ready`` the names of those that said so; ``left`` what ``wait_idle``
     tells of the servers; ``records`` the groups' records; ``now_us`` microseconds since the host has booted. The
     queue counts what does not run yet. A revision that neither the plan nor a record names is shown as ``?`` and the
-    start of its fingerprint.
+    start of its fingerprint. A fallback that does not run stands by, which is as it should be.
     """
     known = {instance["fingerprint"]: instance["revision"] for instance in instances}
     for of_group in records.values():
@@ -69,13 +70,14 @@ def status_rows(
         if fingerprint and fingerprint != instance["fingerprint"] and revision == instance["revision"]:
             # A port or a router's flag moves no revision, and yet it does not run what is planned.
             revision += "*"
+        state = str(unit["active_state"]) if unit["loaded"] else "absent"
         rows.append(
             {
                 "host": host,
                 "group": str(instance["group"]),
                 "instance": str(instance["name"]),
                 "role": str(instance["role"]),
-                "state": str(unit["active_state"]) if unit["loaded"] else "absent",
+                "state": "standby" if instance["role"] == FALLBACK and state == "inactive" else state,
                 "running": revision,
                 "planned": str(instance["revision"]),
                 "ready": ("yes" if instance["name"] in ready else "no") if up else "-",

@@ -27,6 +27,8 @@ from ansible_collections.llmfleet.sglang.plugins.module_utils._topology import T
 
 ENGINE_ROLES = ("prefill", "decode")
 ROLES = (*ENGINE_ROLES, "router")
+# One server without disaggregation that stands by, to serve in the place of its group's instances of the host.
+FALLBACK = "server"
 # The defaults of the role ``plan``; they are needed here because a peer's role defaults cannot be read in Ansible.
 DEFAULTS: Mapping[str, Any] = {
     "plan_address": "",
@@ -114,6 +116,10 @@ class Instance:
     hicache: _budget.Demand | None = None
 
     @property
+    def is_engine(self) -> bool:
+        return self.role in (*ENGINE_ROLES, FALLBACK)
+
+    @property
     def unit(self) -> str:
         return f"llmfleet-{self.name}.service"
 
@@ -126,11 +132,16 @@ class Instance:
 
 @dataclass
 class Wants:
-    """The variables of one inventory host, parsed. ``refusals`` holds what could not be understood."""
+    """The variables of one inventory host, parsed. ``refusals`` holds what could not be understood.
+
+    ``fallbacks`` are kept apart from ``instances``, which are what runs: whoever counts, starts or watches those never
+    has to leave out what only stands by.
+    """
 
     host: str
     variables: dict[str, Any]
     instances: list[Instance] = field(default_factory=list)
+    fallbacks: list[Instance] = field(default_factory=list)
     refusals: list[RefusalError] = field(default_factory=list)
     admission: _admission.Demand = field(default_factory=_admission.Demand)
     hicache: _budget.Demand | None = None
@@ -147,6 +158,10 @@ class Wants:
     @property
     def address(self) -> str:
         return str(self["plan_address"] or self.variables.get("ansible_host") or self.host)
+
+    def displaced(self, fallback: Instance) -> list[Instance]:
+        """The instances of the host that do not run while a fallback does: all of its group."""
+        return [instance for instance in self.instances if instance.group == fallback.group]
 
 
 def integer(value: Any, what: str) -> int:
@@ -253,8 +268,11 @@ def parse_instance(raw: Any, number: int, host: str) -> Instance:
             "lower case letters, digits and hyphens, at most 40, a letter first (it becomes the unit's name)",
             "give the instance such a name",
         )
-    if role not in ROLES:
-        raise RefusalError("role", f"{what} has the role {role!r}", f"one of {', '.join(ROLES)}", "correct the role")
+    known_roles = (*ROLES, FALLBACK)
+    if role not in known_roles:
+        raise RefusalError(
+            "role", f"{what} has the role {role!r}", f"one of {', '.join(known_roles)}", "correct the role"
+        )
     if "port" not in entry:
         raise RefusalError("port", f"{what} has no port", "the TCP port of its HTTP API", "set port")
     if role == "prefill" and entry.get("bootstrap_port") is None:
@@ -292,6 +310,24 @@ def parse_instance(raw: Any, number: int, host: str) -> Instance:
         environment=_environment(entry.get("environment", {}), f"environment of {what}"),
         hicache=hicache,
     )
+
+
+def _in_place_of_router(entry: Any, entries: Sequence[Any], host: str) -> Any:
+    """An entry of plan_instances; a fallback that names no port with port and address of its group's router on the host
+    (the first by name), so that clients and gateways need not know who serves."""
+    if not isinstance(entry, Mapping) or entry.get("role") != FALLBACK or "port" in entry:
+        return entry
+    routers = [
+        other
+        for other in entries
+        if isinstance(other, Mapping)
+        and other.get("role") == "router"
+        and str(other.get("group", host)) == str(entry.get("group", host))
+    ]
+    if not routers:
+        return entry
+    router = min(routers, key=lambda other: str(other.get("name", "")))
+    return {**{key: router[key] for key in ("host", "port") if key in router}, **entry}
 
 
 def _reserves(known: Mapping[str, Any]) -> _budget.Reserves:
@@ -441,7 +477,7 @@ def parse_wants(host: str, variables: Mapping[str, Any]) -> Wants:
         )
         return wants
     for number, entry in enumerate(raw):
-        instance = attempt(parse_instance, entry, number, host)
+        instance = attempt(parse_instance, _in_place_of_router(entry, raw, host), number, host)
         if instance is not None:
-            wants.instances.append(instance)
+            (wants.fallbacks if instance.role == FALLBACK else wants.instances).append(instance)
     return wants

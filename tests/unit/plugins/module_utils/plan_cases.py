@@ -44,6 +44,10 @@ def router(**changes: Any) -> dict[str, Any]:
     return {"name": "router", "role": "router", "port": 30001, "metrics_port": 29000, "host": "0.0.0.0"} | changes
 
 
+def fallback(**changes: Any) -> dict[str, Any]:
+    return {"name": "whole", "role": "server", "gpus": list(range(8))} | changes
+
+
 def variables(*instances: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """The variables of one host: the reference topology unless told otherwise."""
     return {

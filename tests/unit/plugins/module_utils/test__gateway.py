@@ -14,7 +14,7 @@ from ansible_collections.llmfleet.sglang.plugins.module_utils._wants import pars
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.plugins.module_utils.plan_cases import decode, prefill, router, variables
+from tests.unit.plugins.module_utils.plan_cases import decode, fallback, prefill, router, variables
 
 ADMISSION = {"prefill_tokens_per_s": 3300, "prompt_tokens": 11000, "ttft_s": 110}
 ROLE = Path(__file__).resolve().parents[4] / "roles" / "gateway"
@@ -156,3 +156,12 @@ def test_its_metrics_are_scraped_where_they_are_told() -> None:
 def test_the_defaults_are_those_of_the_role() -> None:
     defaults = yaml.safe_load((ROLE / "defaults" / "main.yml").read_text())
     assert {name: defaults[name] for name in _gateway.DEFAULTS} == _gateway.DEFAULTS
+
+
+def test_what_a_fallback_answers_in_the_place_of_its_router_counts_as_ready() -> None:
+    assert _gateway.gateway_plan("gw", fleet())["ready"] == [200]
+    with_fallback = fleet(gpu2=variables(prefill(), decode(), router(), fallback()))
+    told = _gateway.gateway_plan("gw", with_fallback)
+    assert told["ready"] == [200, 401, 404]
+    assert [server["name"] for server in told["servers"]] == ["gpu1:gpu1:router", "gpu2:gpu2:router"]
+    assert _gateway.gateway_plan("gw", with_fallback, ["gpu1"])["ready"] == [200]

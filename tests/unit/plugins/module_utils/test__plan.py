@@ -10,7 +10,13 @@ from typing import Any
 
 import pytest
 import yaml
-from ansible_collections.llmfleet.sglang.plugins.module_utils import _commands, _host_budget, _plan, _wants
+from ansible_collections.llmfleet.sglang.plugins.module_utils import (
+    _budget,
+    _commands,
+    _host_budget,
+    _plan,
+    _wants,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,6 +27,7 @@ from tests.unit.plugins.module_utils.plan_cases import (
     HOST,
     decode,
     facts,
+    fallback,
     node,
     prefill,
     router,
@@ -448,6 +455,156 @@ def test_scrape_targets_name_every_instance_and_exporter() -> None:
     }
 
 
+# ------------------------------------------------------------------------------------------------------ the fallback
+
+
+def spared(*more: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """The reference host with a fallback on all of its GPUs."""
+    return variables(prefill(), decode(), router(), *(more or (fallback(),)), **changes)
+
+
+def standby(made: dict[str, Any]) -> dict[str, Any]:
+    assert made["refusals"] == []
+    (found,) = made["fallbacks"]
+    return dict(found)
+
+
+def test_a_fallback_is_one_server_at_the_door_of_its_group() -> None:
+    made = plan({HOST: spared(plan_engine_args={"disaggregation-prefill-pp": 2, "context-length": 4096})}, facts())
+    found = standby(made)
+    assert [entry["name"] for entry in made["instances"]] == ["prefill", "decode", "router"]
+    assert (found["host"], found["port"], found["ports"]) == ("0.0.0.0", 30001, {"http": 30001})
+    assert found["url"] == "http://127.0.0.1:30001"
+    assert [word for word in found["argv"] if "disaggregation" in word] == []
+    assert option(found["argv"], "--tp-size") == "8"
+    assert option(found["argv"], "--context-length") == "4096"
+    assert found["environment"]["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"
+    assert {name for name in found["environment"] if "DISAGGREGATION" in name} == set()
+    assert found["binding"] == ["/usr/bin/numactl", "--cpunodebind=0,1", "--membind=0,1"]
+    assert (found["ranks"], found["features"]) == (8, {"queue_bound": "on"})
+    assert found["conflicts"] == ["llmfleet-prefill.service", "llmfleet-decode.service", "llmfleet-router.service"]
+    assert found["revision"] == made["groups"][HOST]["revision"]
+
+
+def test_a_fallback_changes_nothing_of_what_runs() -> None:
+    without, beside = plan({HOST: variables()}, facts()), plan({HOST: spared()}, facts())
+    for part in ("instances", "groups", "scrape", "admission"):
+        assert beside[part] == without[part]
+
+
+def test_a_fallback_has_a_door_of_its_own_where_it_names_one_or_the_host_has_no_router() -> None:
+    assert standby(plan({HOST: spared(fallback(port=30009))}, facts()))["ports"] == {"http": 30009}
+    apart = {
+        "h1": variables(prefill(group="g", host="0.0.0.0"), fallback(group="g"), ansible_host="192.0.2.1"),
+        "h2": variables(decode(group="g", host="0.0.0.0"), router(group="g"), ansible_host="192.0.2.2"),
+    }
+    assert codes(plan(apart, host="h1")) == ["port"]
+    apart["h1"]["plan_instances"][1]["port"] = 30001
+    assert standby(plan(apart, host="h1"))["conflicts"] == ["llmfleet-prefill.service"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "bound"),
+    [
+        # As much as the router in front of the pair lets in and queues.
+        ({"plan_router_args": {"max-concurrent-requests": 40, "queue-size": 8}}, 48),
+        ({}, 33),
+        ({"plan_engine_args": {"max-queued-requests": 5}}, 5),
+        ({"plan_router_args": {"max-concurrent-requests": -1}}, None),
+        ({"plan_engine_args": {"tokenizer-worker-num": 2}}, None),
+    ],
+)
+def test_a_fallbacks_queue_is_bounded_by_what_the_router_would_let_in(
+    changes: dict[str, Any], bound: int | None
+) -> None:
+    argv = standby(plan({HOST: spared(**changes)}, facts()))["argv"]
+    assert (int(option(argv, "--max-queued-requests")) if "--max-queued-requests" in argv else None) == bound
+
+
+def test_a_fallback_asks_for_keys_and_opens_no_other_door() -> None:
+    keys = ["k" * 32]
+    assert standby(plan({HOST: spared(plan_api_keys=keys)}, facts()))["api_keys"] == 1
+    doors = spared(fallback(args={"tokenizer-worker-num": 2}), plan_api_keys=keys)
+    assert codes(plan({HOST: doors}, facts())) == ["api_keys_other_door"]
+
+
+def test_a_fallback_may_hold_what_it_displaces_holds_and_the_other_way_round() -> None:
+    holder = {"pid": 5, "unit": "llmfleet-whole.service", "command": "", "addresses": []}
+    assert codes(plan({HOST: spared()}, facts(ports={"30001": holder}))) == []
+    assert codes(plan({HOST: spared()}, facts(ports={"30000": holder}))) == []
+    assert codes(plan({HOST: spared()}, facts(ports={"30001": holder | {"unit": "nginx.service"}}))) == [
+        "port_taken",
+        "port_taken",
+    ]
+    assert codes(plan({HOST: spared()}, facts(ports={"30001": holder | {"unit": "llmfleet-router.service"}}))) == []
+
+
+def test_a_fallback_has_the_whole_budget_and_none_of_it_twice() -> None:
+    made = plan({HOST: spared(fallback(args={"max-total-tokens": 1_000_192}), **pinned())}, facts())
+    found = standby(made)
+    (given,) = made["budget"]["fallbacks"]
+    pair = {entry["name"]: entry["given"] for entry in made["budget"]["instances"]}
+    # The pair can use half of the 300 GB, since decode keeps no prefixes; the fallback is on both nodes.
+    assert 149 * 10**9 < pair["prefill"] <= 150 * 10**9
+    assert 298 * 10**9 < given["given"] <= 300 * 10**9
+    assert max(given["by_node"].values()) <= 150 * 10**9
+    assert found["settings"] == {"MemoryMax": str(given["memory_max"])}
+    assert made["budget"]["host"]["given"] == pair["prefill"]
+    assert "whole stands by" in _budget.table(made["budget"])
+
+
+def test_a_fallback_has_what_its_servers_were_given_where_the_host_names_no_budget() -> None:
+    own = prefill(args={"max-total-tokens": 1_000_192}, hicache={"total": "100GB"})
+    wanted = variables(own, decode(), router(), fallback(args={"max-total-tokens": 1_000_192}))
+    made = plan({HOST: wanted}, facts())
+    (given,) = made["budget"]["fallbacks"]
+    assert standby(made)["nodes"] == [0, 1]
+    assert 99 * 10**9 < given["given"] <= 100 * 10**9
+    assert set(given["by_node"]) == {"0", "1"}
+    assert given["by_node"]["1"] == 0
+    none = fallback(hicache={"enabled": False})
+    assert standby(plan({HOST: variables(own, decode(), router(), none)}, facts()))["settings"] == {}
+
+
+def test_fallbacks_of_two_groups_fit_beside_whatever_runs_of_the_other() -> None:
+    tokens = {"max-total-tokens": 1_000_192}
+    entries = [
+        prefill(name="prefill-a", group="a", gpus=[0, 1], args=tokens),
+        decode(name="decode-a", group="a", gpus=[4, 5]),
+        router(name="router-a", group="a"),
+        fallback(name="whole-a", group="a", gpus=[0, 1, 4, 5], args=tokens),
+        prefill(name="prefill-b", group="b", gpus=[2, 3], port=31000, bootstrap_port=8999, args=tokens),
+        decode(name="decode-b", group="b", gpus=[6, 7], port=31002),
+        router(name="router-b", group="b", port=31001, metrics_port=29001),
+        fallback(name="whole-b", group="b", gpus=[2, 3, 6, 7], args=tokens),
+    ]
+    made = plan({HOST: variables(*entries, plan_hicache={"total": "300GB"})}, facts())
+    assert made["refusals"] == []
+    given = {
+        entry["name"]: {node: entry["by_node"].get(node, 0) for node in "01"}
+        for entry in (*made["budget"]["instances"], *made["budget"]["fallbacks"])
+    }
+    assert all(sum(given[f"whole-{group}"].values()) > sum(given[f"prefill-{group}"].values()) for group in "ab")
+    for node_ in "01":
+        most = [max(given[f"prefill-{group}"][node_], given[f"whole-{group}"][node_]) for group in "ab"]
+        assert sum(most) <= 150 * 10**9
+
+
+def test_memory_that_a_running_fallback_holds_is_there_for_the_pair() -> None:
+    wanted = spared(fallback(args={"max-total-tokens": 1_000_192}), **pinned())
+    running = facts()
+    for number in (0, 1):
+        running["topology"]["nodes"][number] |= {"mem_free": 1, "mem_available": 1}
+    assert codes(plan({HOST: wanted}, running)) == ["memory_busy"]
+    held = {"main_pid": 7, "by_node": {"0": 160 * 10**9, "1": 160 * 10**9}}
+    running["memory"] = {"llmfleet-whole.service": held}
+    assert plan({HOST: wanted}, running) == plan({HOST: wanted}, facts())
+
+
+def pinned() -> dict[str, Any]:
+    return {"plan_hicache": {"total": "300GB"}, "plan_engine_args": {"max-total-tokens": 1_000_192}}
+
+
 # --------------------------------------------------------------------------------------------------------- bad input
 
 
@@ -479,6 +636,26 @@ def test_scrape_targets_name_every_instance_and_exporter() -> None:
         (variables(plan_device="cpu"), "gpu_unused", "[0, 1, 2, 3]", "remove"),
         (variables(plan_model_path="models/flash"), "model_path", "'models/flash'", "plan_model_path"),
         (variables(plan_engine_args=["a"]), "type", "plan_engine_args", "mapping"),
+        (spared(fallback(group="other", port=30009)), "fallback_alone", "no instance on gpu1", "correct the group"),
+        (spared(fallback(), fallback(name="second")), "fallback_second", "2 fallbacks", "keep the one"),
+        (spared(fallback(name="router")), "name_shared", "a router and a server", "own name"),
+        (spared(fallback(port=9101)), "fallback_shared", "port 9101", "nobody else"),
+        (spared(fallback(gpus=[])), "gpu_none", "whole has no gpus", "set gpus"),
+        (spared(fallback(tp_size=3)), "tp_size", "3 with 8 GPUs", "divisor"),
+        (
+            variables(
+                prefill(gpus=[0]),
+                decode(gpus=[1]),
+                router(),
+                fallback(gpus=[0, 1, 2]),
+                prefill(name="p", group="b", gpus=[2], port=31000, bootstrap_port=8999),
+                decode(name="d", group="b", gpus=[3], port=31002),
+                router(name="r", group="b", port=31001, metrics_port=29001),
+            ),
+            "fallback_shared",
+            "GPU 2 is asked for by whole, the fallback of group gpu1, and by p",
+            "of group gpu1 alone",
+        ),
     ],
 )
 def test_bad_inventory_is_refused(fleet: dict[str, Any], code: str, found: str, cure: str) -> None:

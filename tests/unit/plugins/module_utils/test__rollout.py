@@ -91,6 +91,24 @@ def test_the_plan_of_a_group_has_its_instances_only() -> None:
     assert found["engine"]["decode_keeps_prefill_ports"] is False
 
 
+def test_the_plan_of_a_fallback_has_that_only() -> None:
+    whole = {"name": "whole-b", "group": "b"}
+    plan = two_groups() | {"fallbacks": [{"name": "whole-a", "group": "a"}, whole]}
+    plan["budget"] = {"instances": [{"name": "prefill-b"}], "fallbacks": [{"name": "whole-a"}, {"name": "whole-b"}]}
+    found = _rollout.group_plan(plan, "b")
+    assert (len(found["instances"]), found["fallbacks"]) == (3, [whole])
+    alone = _rollout.fallback_plan(found)
+    assert (alone["instances"], alone["fallbacks"]) == ([whole], [])
+    assert alone["budget"] == {"instances": [{"name": "whole-b"}], "fallbacks": []}
+    assert alone["model"] == plan["model"]
+
+
+def test_a_plan_from_before_there_were_fallbacks_has_none() -> None:
+    stored = {name: value for name, value in two_groups().items() if name != "fallbacks"}
+    found = _rollout.group_plan(stored, "b")
+    assert (found["fallbacks"], _rollout.fallback_plan(found)["instances"]) == ([], [])
+
+
 def running(plan: dict[str, Any], **fingerprints: str) -> dict[str, Any]:
     return {
         instance["unit"]: {

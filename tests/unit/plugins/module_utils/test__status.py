@@ -115,3 +115,13 @@ def test_the_table_has_headings_and_columns_under_each_other() -> None:
     assert lines[0].split() == list(STATUS_COLUMNS)
     assert len({line.index("decode  active") for line in lines[1:]}) == 1
     assert status_table([]).split() == list(STATUS_COLUMNS)
+
+
+def test_a_fallback_that_does_not_run_stands_by_and_one_that_runs_is_told_as_any_server() -> None:
+    planned = instance("whole", "server")
+    still = unit("", main_pid=0, active_state="inactive")
+    assert row(planned, still)["state"] == "standby"
+    assert row(planned, still | {"active_state": "failed"})["state"] == "failed"
+    assert row(instance("decode", "decode"), still)["state"] == "inactive"
+    found = row(planned, unit("whole-old"))
+    assert (found["state"], found["running"], found["planned"]) == ("active", "?whole-ol", "new")
