@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,15 @@ ROUTER = PREFILL | {
     "url": "http://127.0.0.1:30001",
     "ports": {"http": 30001, "metrics": 29000},
 }
+FALLBACK = PREFILL | {
+    "name": "whole",
+    "role": "server",
+    "unit": "llmfleet-whole.service",
+    "gpus": [0, 1, 2, 3],
+    "url": ROUTER["url"],
+    "ports": {"http": 30001},
+    "conflicts": [PREFILL["unit"], ROUTER["unit"]],
+}
 VARIABLES = {
     "role_path": str(ROLE),
     "plan_host": {"engine": {"dir": "/opt/llmfleet/releases/e1", "readiness_route": "/ready"}},
@@ -54,7 +64,7 @@ VARIABLES = {
 
 
 def render(tmp_path: Path, **variables: Any) -> dict[str, str]:
-    """The units of prefill and router, by name."""
+    """The units of prefill, router and fallback, by name."""
     play = {
         "hosts": "localhost",
         "connection": "local",
@@ -68,7 +78,7 @@ def render(tmp_path: Path, **variables: Any) -> dict[str, str]:
                     "dest": str(tmp_path) + "/{{ item.unit }}",
                     "mode": "0644",
                 },
-                "loop": [PREFILL, ROUTER],
+                "loop": [PREFILL, ROUTER, FALLBACK],
             }
         ],
     }
@@ -84,7 +94,7 @@ def render(tmp_path: Path, **variables: Any) -> dict[str, str]:
         env={**os.environ, "ANSIBLE_FORCE_COLOR": "false", "ANSIBLE_NOCOLOR": "true"},
     )
     assert done.returncode == 0, done.stdout
-    return {item["name"]: (tmp_path / item["unit"]).read_text() for item in (PREFILL, ROUTER)}
+    return {item["name"]: (tmp_path / item["unit"]).read_text() for item in (PREFILL, ROUTER, FALLBACK)}
 
 
 @pytest.fixture(scope="module")
@@ -105,11 +115,11 @@ def option(command: str, name: str) -> list[str]:
 
 
 def test_it_is_a_unit_file(units: dict[str, str]) -> None:
-    for unit in units.values():
+    for name, unit in units.items():
         parser = configparser.ConfigParser(strict=False, interpolation=None, delimiters="=")
         parser.optionxform = str  # type: ignore[assignment, method-assign]
         parser.read_string(unit)
-        assert parser.sections() == ["Unit", "Service", "Install"]
+        assert parser.sections() == ["Unit", "Service", *([] if name == "whole" else ["Install"])]
         assert {"StartLimitIntervalSec", "StartLimitBurst"} & set(parser["Service"]) == set()
 
 
@@ -173,3 +183,33 @@ def test_a_router_never_gives_up(units: dict[str, str]) -> None:
 def test_a_server_writes_to_its_caches_only(units: dict[str, str]) -> None:
     assert values(units["prefill"], "ProtectSystem") == ["strict"]
     assert values(units["prefill"], "ReadWritePaths") == ["-/var/cache/llmfleet/releases"]
+
+
+def test_a_fallback_stops_what_it_displaces_first_and_starts_with_nothing(units: dict[str, str]) -> None:
+    unit = units["whole"]
+    assert values(unit, "Conflicts") == ["llmfleet-prefill.service llmfleet-router.service"]
+    assert values(unit, "After") == ["network-online.target llmfleet-prefill.service llmfleet-router.service"]
+    assert values(unit, "WantedBy") == []
+    # systemd reads it from either side: what is displaced says nothing of it.
+    assert [values(units[name], "Conflicts") for name in ("prefill", "router")] == [[], []]
+    assert option(values(unit, "ExecStartPre")[0], "port") == ["http=30001"]
+    assert option(values(unit, "ExecStartPre")[0], "gpu") == ["0", "1", "2", "3"]
+    assert option(values(unit, "ExecStartPost")[0], "url") == ["http://127.0.0.1:30001/ready"]
+    assert values(unit, "StartLimitBurst") == ["20"]
+
+
+def test_systemd_finds_nothing_to_say(units: dict[str, str], tmp_path: Path) -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("there is no systemd-analyze")
+    files = []
+    for name, unit in units.items():
+        files.append(tmp_path / f"llmfleet-{name}.service")
+        # Programs that are there on every machine.
+        programs = r"/opt/llmfleet/releases/e1/venv/bin/python|/usr/bin/numactl"
+        files[-1].write_text(re.sub(programs, "/usr/bin/python3", unit))
+    # Units of one folder are read together, with what they say of each other.
+    argv = ["systemd-analyze", "verify", "--man=no", *files]
+    done = subprocess.run(
+        argv, capture_output=True, text=True, check=False, env={**os.environ, "SYSTEMD_UNIT_PATH": f"{tmp_path}:"}
+    )
+    assert (done.returncode, [line for line in done.stderr.splitlines() if "llmfleet" in line]) == (0, [])
