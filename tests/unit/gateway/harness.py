@@ -71,7 +71,9 @@ def rendered(**changes: Any) -> str:
     return environment.get_template("haproxy.cfg.j2").render(values | changes)
 
 
-def plan(*servers: tuple[str, str], answer: int = 60, full: int = 3, none: int = 10) -> Json:
+def plan(
+    *servers: tuple[str, str], answer: int = 60, full: int = 3, none: int = 10, ready: list[int] | None = None
+) -> Json:
     """What the gateway is told of routers, each a name and an address."""
     found = servers or (("a:gpu1:router", "127.0.0.1:30001"), ("b:gpu2:router", "[2001:db8::2]:30001"))
     return {
@@ -81,6 +83,7 @@ def plan(*servers: tuple[str, str], answer: int = 60, full: int = 3, none: int =
             for name, address in found
         ],
         "seconds": {"answer": answer, "full": full, "none": none},
+        "ready": ready or [200],
     }
 
 
@@ -93,6 +96,7 @@ class Router(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), _Handler)
         self.name = name
         self.ready = True
+        self.unready = 503
         self.answer: Any = "whole"
         self.headers: dict[str, str] = {}
         self.asked: list[str] = []
@@ -127,7 +131,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body.encode())
 
     def do_GET(self) -> None:
-        self._send(200 if self.server.ready and self.path == "/readiness" else 503, "")
+        self._send(200 if self.server.ready and self.path == "/readiness" else self.server.unready, "")
 
     def do_POST(self) -> None:
         router = self.server
@@ -165,8 +169,8 @@ class _Handler(BaseHTTPRequestHandler):
 class Gateway:
     """HAProxy with the role's configuration in ``folder``."""
 
-    def __init__(self, folder: Path, *routers: Router, **changes: Any) -> None:
-        self.folder, self.changes = folder, changes
+    def __init__(self, folder: Path, *routers: Router, ready: list[int] | None = None, **changes: Any) -> None:
+        self.folder, self.ready, self.changes = folder, ready, changes
         self.port, self.metrics_port = free_port(), free_port()
         self.socket, self.state_file = str(folder / "master.sock"), folder / "servers"
         self.ask = _haproxy.asker(self.socket)
@@ -182,7 +186,7 @@ class Gateway:
                 _gateway_state_file=str(self.state_file),
                 _gateway_listen=f"127.0.0.1:{self.port}",
                 _gateway_metrics_listen=f"127.0.0.1:{self.metrics_port}",
-                __gateway_plan=plan(*servers),
+                __gateway_plan=plan(*servers, ready=self.ready),
                 **self.changes,
             )
         )

@@ -106,6 +106,18 @@ def test_without_a_ready_group_clients_are_told_when_to_come_again(start: Start,
         assert response.read() == f"said by {B}".encode()
 
 
+def test_a_fallback_is_asked_in_the_place_of_its_router(start: Start, routers: Pair) -> None:
+    # It knows no /readiness, and nothing else about the gateway changes.
+    routers[0].ready, routers[0].unready = False, 404
+    routers[1].ready = False
+    gateway = start(*routers, ready=[200, 401, 404])
+    gateway.wait_up(**{A: True, B: False})
+    with gateway.request() as response:
+        assert response.read() == f"said by {A}".encode()
+    routers[0].unready = 503
+    gateway.wait_up(**{A: False, B: False})
+
+
 def test_a_request_that_could_not_be_sent_goes_to_another_router(start: Start, routers: Pair) -> None:
     gateway = start(*routers)
     gateway.wait_up(**{A: True, B: True})
