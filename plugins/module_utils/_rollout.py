@@ -72,10 +72,15 @@ def group_plan(plan: Mapping[str, Any], group: str) -> dict[str, Any]:
     return {**plan, "instances": instances, "fallbacks": fallbacks, "groups": groups, "budget": budget}
 
 
-def fallback_plan(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """The plan of a host as if its fallbacks were all that it runs: what a role's tasks then do concerns them."""
-    fallbacks = plan.get("fallbacks", [])
-    budget = {**plan["budget"], "instances": plan["budget"].get("fallbacks", []), "fallbacks": []}
+def fallback_plan(plan: Mapping[str, Any], written: Sequence[str]) -> dict[str, Any]:
+    """The plan of a host as if its fallbacks were all that it runs: what a role's tasks then do concerns them.
+
+    Only of those whose files are of this plan: ``written`` are the fingerprints in the files.
+    """
+    fallbacks = [fallback for fallback in plan.get("fallbacks", []) if fallback["fingerprint"] in written]
+    names = [fallback["name"] for fallback in fallbacks]
+    entries = [entry for entry in plan["budget"].get("fallbacks", []) if entry["name"] in names]
+    budget = {**plan["budget"], "instances": entries, "fallbacks": []}
     return {**plan, "instances": fallbacks, "fallbacks": [], "budget": budget}
 
 

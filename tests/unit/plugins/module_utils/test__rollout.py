@@ -92,21 +92,24 @@ def test_the_plan_of_a_group_has_its_instances_only() -> None:
 
 
 def test_the_plan_of_a_fallback_has_that_only() -> None:
-    whole = {"name": "whole-b", "group": "b"}
-    plan = two_groups() | {"fallbacks": [{"name": "whole-a", "group": "a"}, whole]}
+    whole = {"name": "whole-b", "group": "b", "fingerprint": "2"}
+    plan = two_groups() | {"fallbacks": [{"name": "whole-a", "group": "a", "fingerprint": "1"}, whole]}
     plan["budget"] = {"instances": [{"name": "prefill-b"}], "fallbacks": [{"name": "whole-a"}, {"name": "whole-b"}]}
     found = _rollout.group_plan(plan, "b")
     assert (len(found["instances"]), found["fallbacks"]) == (3, [whole])
-    alone = _rollout.fallback_plan(found)
+    alone = _rollout.fallback_plan(found, ["2"])
     assert (alone["instances"], alone["fallbacks"]) == ([whole], [])
     assert alone["budget"] == {"instances": [{"name": "whole-b"}], "fallbacks": []}
     assert alone["model"] == plan["model"]
+    # Files of another plan are none of this one.
+    other = _rollout.fallback_plan(found, ["3"])
+    assert (other["instances"], other["budget"]["instances"]) == ([], [])
 
 
 def test_a_plan_from_before_there_were_fallbacks_has_none() -> None:
     stored = {name: value for name, value in two_groups().items() if name != "fallbacks"}
     found = _rollout.group_plan(stored, "b")
-    assert (found["fallbacks"], _rollout.fallback_plan(found)["instances"]) == ([], [])
+    assert (found["fallbacks"], _rollout.fallback_plan(found, ["1"])["instances"]) == ([], [])
 
 
 def running(plan: dict[str, Any], **fingerprints: str) -> dict[str, Any]:
