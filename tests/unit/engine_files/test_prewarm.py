@@ -135,6 +135,14 @@ def test_decode_stays_decode_and_is_sent_nothing() -> None:
     )
 
 
+def test_a_fallback_runs_both_stages_with_decode_graphs() -> None:
+    argv = rendered(f"--chunked-prefill-size 8192 --enable-hierarchical-cache --hicache-ratio 5.2 {COMMON} --tp-size 8")
+    assert prewarm.small_argv(argv, "server") == rendered(
+        "--chunked-prefill-size 8192 --enable-hierarchical-cache --hicache-ratio 5.2 --tp-size 8 --host 127.0.0.1 "
+        "--load-format dummy --max-total-tokens 262144"
+    )
+
+
 def test_what_the_operator_says_of_graphs_and_a_smaller_pool_stays() -> None:
     argv = rendered("--cuda-graph-backend-decode full --max-total-tokens 16384")
     assert prewarm.small_argv(argv, "prefill") == rendered(
@@ -150,7 +158,7 @@ def test_steps() -> None:
 
 
 @given(
-    st.sampled_from(["prefill", "decode"]),
+    st.sampled_from(["prefill", "decode", "server"]),
     st.integers(1, 20000),
     st.integers(300, 600000),
     st.integers(1, 256),
