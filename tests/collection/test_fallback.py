@@ -15,7 +15,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 ROLE = ROOT / "roles" / "rollout"
-WHOLE = {
+WHOLE: dict[str, Any] = {
     "name": "whole",
     "role": "server",
     "group": "a",

@@ -208,7 +208,7 @@ def test_systemd_finds_nothing_to_say(units: dict[str, str], tmp_path: Path) -> 
         programs = r"/opt/llmfleet/releases/e1/venv/bin/python|/usr/bin/numactl"
         files[-1].write_text(re.sub(programs, "/usr/bin/python3", unit))
     # Units of one folder are read together, with what they say of each other.
-    argv = ["systemd-analyze", "verify", "--man=no", *files]
+    argv = ["systemd-analyze", "verify", "--man=no", *map(str, files)]
     done = subprocess.run(
         argv, capture_output=True, text=True, check=False, env={**os.environ, "SYSTEMD_UNIT_PATH": f"{tmp_path}:"}
     )
