@@ -18,7 +18,7 @@ from testbed.shell import TestbedError, locked, require_programs, require_root, 
 
 # Seconds a host may take from start to a systemd that has reached its target. An emulated machine on a busy
 # two-core build machine has been seen to take 70.
-BOOT_SECONDS = {"nspawn": 120, "tcg": 420, "kvm": 180}
+BOOT_SECONDS = {"nspawn": 120, "tcg": 900, "kvm": 180}
 
 
 def existing(layout: Layout, name: str) -> Host:

@@ -2,9 +2,10 @@
 """Clients that ask without a pause until they are told to end, and what became of their requests.
 
 A client goes to the first router that lets it in: one that refuses the connection, or says 503 or 429 before it has
-begun to answer, has not accepted the request, and the next one is asked. Whatever else goes wrong was an accepted
-request that failed, and a request that nobody lets in failed too. On SIGTERM every client ends its request; the
-result is written as JSON.
+begun to answer, has not accepted the request, and the next one is asked. So has one that closes its port at the moment
+at which a client connects: the kernel has made the connection, and resets it unread. Whatever else goes wrong was an
+accepted request that failed, and a request that nobody lets in failed too. On SIGTERM every client ends its request;
+the result is written as JSON.
 """
 
 from __future__ import annotations
@@ -14,12 +15,21 @@ import collections
 import http.client
 import json
 import signal
+import socket
 import sys
 import threading
 import time
 import urllib.parse
 
 TOKENS = 20
+
+
+def closed(host: str, port: int | None) -> bool:
+    try:
+        socket.create_connection((host, port or 80), timeout=5).close()
+    except OSError:
+        return True
+    return False
 
 
 def ask(url: str, prompt: str) -> str:
@@ -37,8 +47,16 @@ def ask(url: str, prompt: str) -> str:
     except OSError:
         return "away"
     try:
-        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
-        response = connection.getresponse()
+        headers = {"content-type": "application/json"}
+        try:
+            connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+            response = connection.getresponse()
+        except (BrokenPipeError, ConnectionResetError) as error:
+            # RemoteDisconnected is a connection that was read, and ended without an answer.
+            unread = not isinstance(error, http.client.RemoteDisconnected)
+            if unread and closed(str(address.hostname), address.port):
+                return "away"
+            raise
         if response.status in (429, 503):
             return "away"
         events = response.read().decode().strip().split("\n\n")
