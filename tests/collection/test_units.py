@@ -6,16 +6,13 @@ from __future__ import annotations
 import configparser
 import itertools
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from plays import run_play
 
 ROOT = Path(__file__).parents[2]
 ROLE = ROOT / "roles" / "pd_service"
@@ -72,18 +69,7 @@ def render(tmp_path: Path, **variables: Any) -> dict[str, str]:
             }
         ],
     }
-    (tmp_path / "play.yml").write_text(yaml.safe_dump([play]))
-    # pytest's own environment has the interpreter of the modules too.
-    extra = {**VARIABLES, "ansible_python_interpreter": sys.executable, **variables}
-    done = subprocess.run(
-        ["ansible-playbook", str(tmp_path / "play.yml"), "-i", "localhost,", "-e", json.dumps(extra)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "ANSIBLE_FORCE_COLOR": "false", "ANSIBLE_NOCOLOR": "true"},
-    )
-    assert done.returncode == 0, done.stdout
+    run_play(tmp_path, play, {**VARIABLES, **variables})
     return {item["name"]: (tmp_path / item["unit"]).read_text() for item in (PREFILL, ROUTER)}
 
 
