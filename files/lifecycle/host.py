@@ -64,23 +64,14 @@ class Gpu:
     used: int
 
 
-def _read(path: str) -> str:
-    """The file, or nothing if it is gone: processes end while they are being looked at."""
-    try:
-        with open(path, encoding="utf-8", errors="replace") as stream:
-            return stream.read()
-    except OSError:
-        return ""
-
-
 def process(pid: int, proc: str = "/proc") -> Process | None:
     """The process, or None when it is gone or a zombie, which holds nothing any more."""
     # The name in stat may hold spaces and brackets; the state follows its last bracket.
-    state = _read(f"{proc}/{pid}/stat").rpartition(")")[2].split()
+    state = _ports.read_text(f"{proc}/{pid}/stat").rpartition(")")[2].split()
     if not state or state[0] in ("Z", "X"):
         return None
-    command = _read(f"{proc}/{pid}/cmdline").replace("\0", " ").strip()[:COMMAND_LENGTH]
-    return Process(pid, _ports.unit_of_cgroup(_read(f"{proc}/{pid}/cgroup")), command)
+    command = _ports.read_text(f"{proc}/{pid}/cmdline").replace("\0", " ").strip()[:COMMAND_LENGTH]
+    return Process(pid, _ports.unit_of_cgroup(_ports.read_text(f"{proc}/{pid}/cgroup")), command)
 
 
 def processes_of(unit: str, proc: str = "/proc") -> list[Process]:

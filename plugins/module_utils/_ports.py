@@ -43,7 +43,7 @@ def unit_of_cgroup(text: str) -> str:
     return ""
 
 
-def _read(path: str) -> str:
+def read_text(path: str) -> str:
     """The file, or nothing if it is gone: processes end while they are being looked at."""
     try:
         with open(path, encoding="utf-8", errors="replace") as stream:
@@ -80,7 +80,7 @@ def read_ports(proc_root: str = "/proc") -> dict[str, dict[str, Any]]:
     """
     listeners = []
     for table in ("net/tcp", "net/tcp6"):
-        listeners += parse_listeners(_read(os.path.join(proc_root, table)))
+        listeners += parse_listeners(read_text(os.path.join(proc_root, table)))
     owners = _owners(proc_root, {inode for _address_, _port, inode in listeners})
     ports: dict[str, dict[str, Any]] = {}
     for address, port, inode in sorted(listeners, key=lambda item: (item[1], item[0])):
@@ -90,7 +90,7 @@ def read_ports(proc_root: str = "/proc") -> dict[str, dict[str, Any]]:
             entry["addresses"].append(address)
         if pid and not entry["pid"]:
             entry["pid"] = pid
-            entry["unit"] = unit_of_cgroup(_read(os.path.join(proc_root, str(pid), "cgroup")))
-            command = _read(os.path.join(proc_root, str(pid), "cmdline")).replace("\0", " ").strip()
+            entry["unit"] = unit_of_cgroup(read_text(os.path.join(proc_root, str(pid), "cgroup")))
+            command = read_text(os.path.join(proc_root, str(pid), "cmdline")).replace("\0", " ").strip()
             entry["command"] = command[:200]
     return ports

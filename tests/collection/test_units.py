@@ -11,12 +11,11 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from plays import run_play
 
 ROOT = Path(__file__).parents[2]
 ROLE = ROOT / "roles" / "pd_service"
@@ -82,19 +81,8 @@ def render(tmp_path: Path, **variables: Any) -> dict[str, str]:
             }
         ],
     }
-    (tmp_path / "play.yml").write_text(yaml.safe_dump([play]))
-    # pytest's own environment has the interpreter of the modules too.
-    extra = {**VARIABLES, "ansible_python_interpreter": sys.executable, **variables}
-    done = subprocess.run(
-        ["ansible-playbook", str(tmp_path / "play.yml"), "-i", "localhost,", "-e", json.dumps(extra)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "ANSIBLE_FORCE_COLOR": "false", "ANSIBLE_NOCOLOR": "true"},
-    )
-    assert done.returncode == 0, done.stdout
-    return {item["name"]: (tmp_path / item["unit"]).read_text() for item in (PREFILL, ROUTER, FALLBACK)}
+    run_play(tmp_path, play, {**VARIABLES, **variables})
+    return {item["name"]: (tmp_path / item["unit"]).read_text() for item in (PREFILL, ROUTER)}
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import re
 import shlex
 import shutil
@@ -15,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from plays import run_play
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "files" / "lifecycle"))
 sys.path.append(str(Path(__file__).parents[2] / "plugins" / "module_utils"))
@@ -82,17 +80,8 @@ def render(folder: Path, keys: int = 0, **variables: Any) -> dict[str, str]:
     ]
     files = [ROLES / role / part / "main.yml" for role in ("pd_service", "watch") for part in ("defaults", "vars")]
     play = {"hosts": "localhost", "connection": "local", "gather_facts": False, "tasks": tasks}
-    (folder / "play.yml").write_text(yaml.safe_dump([play | {"vars_files": [str(file) for file in files]}]))
-    extra = {"role_path": str(ROLES / "watch"), "plan_host": PLAN, "ansible_python_interpreter": sys.executable}
-    done = subprocess.run(
-        ["ansible-playbook", str(folder / "play.yml"), "-i", "localhost,", "-e", json.dumps(extra | variables)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "ANSIBLE_FORCE_COLOR": "false", "ANSIBLE_NOCOLOR": "true"},
-    )
-    assert done.returncode == 0, done.stdout
+    extra = {"role_path": str(ROLES / "watch"), "plan_host": PLAN}
+    run_play(folder, play | {"vars_files": [str(file) for file in files]}, extra | variables)
     return {file.name: file.read_text() for file in folder.glob("llmfleet-*")}
 
 

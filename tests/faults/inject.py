@@ -29,7 +29,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,12 +62,8 @@ class Answer:
     detail: str = ""
 
 
-def ask(prompt: str, tokens: int = TOKENS, timeout: float = 400) -> Answer:
-    began = time.monotonic()
-
-    def ended(outcome: str, detail: str = "") -> Answer:
-        return Answer(began, time.monotonic(), outcome, detail[:200])
-
+def begin(prompt: str, tokens: int, timeout: float) -> http.client.HTTPConnection:
+    """A connection on which the router was asked for a streamed completion. Raises OSError, HTTPException."""
     body = {
         "model": "tiny-qwen2",
         "messages": [{"role": "user", "content": prompt}],
@@ -77,20 +73,31 @@ def ask(prompt: str, tokens: int = TOKENS, timeout: float = 400) -> Answer:
         "stream": True,
     }
     connection = http.client.HTTPConnection("127.0.0.1", ROUTER, timeout=timeout)
+    connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
+    return connection
+
+
+def ask(prompt: str, tokens: int = TOKENS, timeout: float = 400) -> Answer:
+    began = time.monotonic()
+
+    def ended(outcome: str, detail: str = "") -> Answer:
+        return Answer(began, time.monotonic(), outcome, detail[:200])
+
     try:
+        connection = begin(prompt, tokens, timeout)
+    except (OSError, http.client.HTTPException) as error:
+        return ended("refused", type(error).__name__)
+    with closing(connection):
         try:
-            connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
             response = connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
             return ended("refused", type(error).__name__)
-        if response.status != 200:
-            outcome = "refused" if response.status in (429, 503) else "failed"
-            return ended(outcome, f"{response.status} {response.read().decode(errors='replace')}")
-        text = response.read().decode(errors="replace")
-    except (OSError, http.client.HTTPException) as error:
-        return ended("broken", type(error).__name__)
-    finally:
-        connection.close()
+        try:
+            text = response.read().decode(errors="replace")
+        except (OSError, http.client.HTTPException) as error:
+            return ended("broken", type(error).__name__)
+    if response.status != 200:
+        return ended("refused" if response.status in (429, 503) else "failed", f"{response.status} {text}")
     finished = '"finish_reason":"length"' in text.replace(" ", "")
     return ended("whole") if finished and text.rstrip().endswith("data: [DONE]") else ended("broken", text[-200:])
 
@@ -248,14 +255,16 @@ def under_load(row: Row, inject: Callable[[], None], restarted: dict[str, int]) 
     row.rule(all(row.restarts[name] <= most for name, most in restarted.items()), f"expected restarts {restarted}")
 
 
-def kill(name: str, process: str, number: signal.Signals = signal.SIGKILL) -> Callable[[], None]:
+def hit(name: str, process: str, number: signal.Signals = signal.SIGKILL) -> Callable[[Row], None]:
+    """A signal to one process of a unit, which is started anew once."""
+
     def inject() -> None:
         found = processes(name)
         if process not in found:
             raise SystemExit(f"llmfleet-{name} has no process {process}, only {found}")
         os.kill(found[process], number)
 
-    return inject
+    return lambda row: under_load(row, inject, {name: 1})
 
 
 def stop_all(name: str) -> None:
@@ -264,21 +273,16 @@ def stop_all(name: str) -> None:
         os.kill(pid, signal.SIGSTOP)
 
 
+def rules_after(row: Row) -> None:
+    """What holds after a fault that no unit may notice."""
+    row.rule(ask("after all").outcome == "whole", "the next request was not served")
+    row.rule(healthy(), "not every unit is well")
+
+
 def disconnect(row: Row) -> None:
     """40 clients go away after the first bytes of a long answer; nothing of their requests stays in a server."""
     for _round in range(10):
-        connections = []
-        for _client in range(4):
-            connection = http.client.HTTPConnection("127.0.0.1", ROUTER, timeout=60)
-            body = {
-                "model": "tiny-qwen2",
-                "messages": [{"role": "user", "content": f"request {next(NUMBER)}"}],
-                "max_tokens": 1500,
-                "ignore_eos": True,
-                "stream": True,
-            }
-            connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
-            connections.append(connection)
+        connections = [begin(f"request {next(NUMBER)}", 1500, 60) for _client in range(4)]
         for connection in connections:
             response = connection.getresponse()
             outcome = "left" if response.status == 200 and response.read(1) else "failed"
@@ -288,8 +292,7 @@ def disconnect(row: Row) -> None:
     wait(lambda: requests_held() == 0, "no request is left in a server", 120)
     row.more["seconds until no server had a request"] = round(time.monotonic() - moment, 1)
     row.rule(row.outcomes == {"left": 40}, "expected 40 requests to be let in")
-    row.rule(ask("after all").outcome == "whole", "the next request was not served")
-    row.rule(healthy(), "not every unit is well")
+    rules_after(row)
 
 
 def burst(row: Row, clients: int = 200) -> None:
@@ -315,41 +318,19 @@ def burst(row: Row, clients: int = 200) -> None:
         ]
     wait(lambda: requests_held() == 0, "no request is left in a server", 120)
     row.rule(set(row.outcomes) <= {"whole", "refused"}, "expected every request to be served whole or refused")
-    row.rule(ask("after all").outcome == "whole", "the next request was not served")
-    row.rule(healthy(), "not every unit is well")
+    rules_after(row)
 
 
 FAULTS: dict[str, tuple[str, Callable[[Row], None]]] = {
     "burst": ("200 prompts of about 1,000 tokens at once", burst),
     "disconnect": ("40 clients go away in the middle of a stream", disconnect),
-    "kill-router": (
-        "kill -9 of the router",
-        lambda row: under_load(row, kill("router", "main"), {"router": 1}),
-    ),
-    "kill-decode": (
-        "kill -9 of decode's main process",
-        lambda row: under_load(row, kill("decode", "main"), {"decode": 1}),
-    ),
-    "kill-decode-scheduler": (
-        "kill -9 of decode's scheduler",
-        lambda row: under_load(row, kill("decode", "scheduler"), {"decode": 1}),
-    ),
-    "kill-decode-detokenizer": (
-        "kill -9 of decode's detokenizer",
-        lambda row: under_load(row, kill("decode", "detokenizer"), {"decode": 1}),
-    ),
-    "kill-prefill": (
-        "kill -9 of prefill's main process, among transfers",
-        lambda row: under_load(row, kill("prefill", "main"), {"prefill": 1}),
-    ),
-    "kill-prefill-scheduler": (
-        "kill -9 of prefill's scheduler, among transfers",
-        lambda row: under_load(row, kill("prefill", "scheduler"), {"prefill": 1}),
-    ),
-    "stop-decode-scheduler": (
-        "SIGSTOP of decode's scheduler",
-        lambda row: under_load(row, kill("decode", "scheduler", signal.SIGSTOP), {"decode": 1}),
-    ),
+    "kill-router": ("kill -9 of the router", hit("router", "main")),
+    "kill-decode": ("kill -9 of decode's main process", hit("decode", "main")),
+    "kill-decode-scheduler": ("kill -9 of decode's scheduler", hit("decode", "scheduler")),
+    "kill-decode-detokenizer": ("kill -9 of decode's detokenizer", hit("decode", "detokenizer")),
+    "kill-prefill": ("kill -9 of prefill's main process, among transfers", hit("prefill", "main")),
+    "kill-prefill-scheduler": ("kill -9 of prefill's scheduler, among transfers", hit("prefill", "scheduler")),
+    "stop-decode-scheduler": ("SIGSTOP of decode's scheduler", hit("decode", "scheduler", signal.SIGSTOP)),
     "stop-decode": (
         "SIGSTOP of all of decode's processes",
         lambda row: under_load(row, lambda: stop_all("decode"), {"decode": 1}),
