@@ -82,7 +82,7 @@ def render(tmp_path: Path, **variables: Any) -> dict[str, str]:
         ],
     }
     run_play(tmp_path, play, {**VARIABLES, **variables})
-    return {item["name"]: (tmp_path / item["unit"]).read_text() for item in (PREFILL, ROUTER)}
+    return {item["name"]: (tmp_path / item["unit"]).read_text() for item in (PREFILL, ROUTER, FALLBACK)}
 
 
 @pytest.fixture(scope="module")
