@@ -7,7 +7,7 @@ Run by a timer. Each run is one observation, and the run of observations decides
 server's own progress: a busy server fails its health checks and a dead one may pass them. So it is asked, in this
 order, and the first good answer ends the look:
 
-    excused   its unit is not running, was started less than a start budget ago, or compiles
+    excused   its unit is not active, which for a server that starts means not ready yet, or it compiles
     moving    its token counters have moved since the last look
     serving   its group's router has served a completion, and no other server can have done so in its place
     idle      it answers a request of its own, and has no work
@@ -171,10 +171,10 @@ def parse_metrics(text: str, progress: Sequence[str], work: Sequence[str], activ
 
 @dataclass(frozen=True)
 class Unit:
-    """What systemd says of the unit. ``started`` is the monotonic time of its main process's start, in seconds."""
+    """What systemd says of the unit. ``since`` is the monotonic time at which it became active, in seconds."""
 
     active: str
-    started: float
+    since: float
 
 
 @dataclass(frozen=True)
@@ -195,11 +195,11 @@ class Server:
         self._api_key = api_key
 
     def unit(self) -> Unit:
-        names = ("ActiveState", "ExecMainStartTimestampMonotonic")
+        names = ("ActiveState", "ActiveEnterTimestampMonotonic")
         text = run(["systemctl", "show", f"--property={','.join(names)}", "--", self._options.unit])
         found = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
-        started = found.get("ExecMainStartTimestampMonotonic", "")
-        return Unit(found.get("ActiveState", ""), int(started) / 1e6 if started.isdigit() else 0.0)
+        since = found.get("ActiveEnterTimestampMonotonic", "")
+        return Unit(found.get("ActiveState", ""), int(since) / 1e6 if since.isdigit() else 0.0)
 
     def _pids(self) -> list[int]:
         return [process.pid for process in host.processes_of(self._options.unit, str(self._options.proc_root))]
@@ -263,20 +263,16 @@ class _Asked(Generic[T]):
 
 
 def observe(
-    server: Server, last: Observation | None, start_budget: float, peers: int, now: Callable[[], float]
+    server: Server, unit: Unit, last: Observation | None, peers: int, now: Callable[[], float]
 ) -> tuple[Observation, Metrics | None]:
-    """One look, and the metrics that it is based on. ``last`` is the look before it, ``peers`` the number of servers
-    that may have served a completion in this one's place."""
+    """One look, and the metrics that it is based on. ``last`` is the look before it at the same processes, ``peers``
+    the number of servers that may have served a completion in this one's place."""
 
     def excused(why: str) -> tuple[Observation, None]:
         return Observation(now(), EXCUSED, None, why), None
 
-    unit = server.unit()
     if unit.active != "active":
         return excused(f"the unit is {unit.active or 'unknown'}")
-    age = now() - unit.started
-    if age < start_budget:
-        return excused(f"started {age:.0f} s ago, and may take {start_budget:.0f} s to start")
     compilers = server.compilers()
     if compilers:
         return excused(f"runs {', '.join(compilers)}")
@@ -359,7 +355,7 @@ def store_history(path: Path, history: History, verdict: Verdict, now: float) ->
     """Raises OSError."""
     told: Mapping[str, Any] = {
         "checked": datetime.now(UTC).isoformat(timespec="seconds"),
-        # The looks begin anew with a restart, and with nothing else.
+        # The looks begin anew with a restart.
         "state": history.observations[-1].state if history.observations else "restarted",
         "verdict": asdict(verdict),
         "observations": [asdict(observation) for observation in history.observations[-_KEPT_OBSERVATIONS:]],
@@ -388,7 +384,6 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--active", required=True, help="gauge of open HTTP requests, with a label `endpoint`")
     add("--flat", type=float, required=True, help="seconds without progress and answer before a restart")
     add("--stuck", type=float, required=True, help="seconds with work and without progress before a restart")
-    add("--start-budget", type=float, required=True, help="seconds after a start in which nothing is restarted")
     add("--max-restarts", type=int, required=True, help="restarts within an hour")
     add("--interval", type=float, required=True, help="seconds between two looks")
     add("--timeout", type=float, required=True, help="seconds for each question")
@@ -405,13 +400,16 @@ def main(argv: Sequence[str], now: Callable[[], float] = time.monotonic) -> int:
     try:
         server = Server(options, next(iter(read_api_keys()), ""))
         history = load_history(path)
+        unit = server.unit()
+        # What was seen before it became active was seen of other processes.
+        history.observations = [seen for seen in history.observations if seen.at >= unit.since]
         last = history.observations[-1] if history.observations else None
-        observation, metrics = observe(server, last, options.start_budget, options.peers, now)
+        observation, metrics = observe(server, unit, last, options.peers, now)
         history.observations.append(observation)
         verdict = decide(history.observations, history.restarts, now(), limits)
         print(f"{options.instance}: {observation.state} {observation.detail}".rstrip())
         if verdict.restart:
-            _restart(server, options, history, verdict, metrics, path, now)
+            _restart(server, unit, options, history, verdict, metrics, path, now)
         else:
             if verdict.reason != observation.state:
                 print(f"{WARNING}{options.instance}: {verdict.reason}", file=sys.stderr)
@@ -428,6 +426,7 @@ def main(argv: Sequence[str], now: Callable[[], float] = time.monotonic) -> int:
 
 def _restart(
     server: Server,
+    unit: Unit,
     options: argparse.Namespace,
     history: History,
     verdict: Verdict,
@@ -436,8 +435,7 @@ def _restart(
     now: Callable[[], float],
 ) -> None:
     """Raises OSError and CommandError."""
-    unit = server.unit()
-    if unit.active != "active" or now() < unit.started + options.start_budget:
+    if server.unit() != unit:
         # Somebody has stopped or restarted it while it was being asked.
         store_history(path, history, Verdict(False, f"{verdict.reason}; somebody else has stopped it"), now())
         return
@@ -450,4 +448,6 @@ def _restart(
         print(f"{WARNING}{options.instance}: no evidence saved: {error}", file=sys.stderr)
     # Written down before it is done: one that is not could be repeated without limit.
     store_history(path, History([], [*history.restarts, now()]), verdict, now())
-    run(["systemctl", "try-restart", "--no-block", "--", options.unit])
+    # The unit starts it anew, as after any other death. Nothing is waited for: no stream of it can end, and a process
+    # that was stopped would not even see a SIGTERM.
+    run(["systemctl", "kill", "--signal=SIGKILL", "--", options.unit])

@@ -147,7 +147,6 @@ def test_a_look_understands_its_arguments(units: dict[str, str]) -> None:
         "active": "sglang:http_requests_active",
         "flat": 180,
         "stuck": 600,
-        "start_budget": 900,
         "max_restarts": 3,
         "interval": 30,
         "timeout": 25,

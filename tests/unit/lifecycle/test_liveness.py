@@ -23,7 +23,6 @@ from tests.unit.lifecycle.stub import CHAT, WHOLE, Answer, Stub, hangs, serving,
 
 STATES = (EXCUSED, MOVING, SERVING, IDLE, SILENT, WAITING)
 LIMITS = Limits(flat=180.0, stuck=600.0, interval=30.0, max_restarts=3)
-START_BUDGET = 900.0
 
 
 # --- the decision ---------------------------------------------------------------------------------------------------
@@ -134,14 +133,9 @@ def test_never_more_often_than_the_limit(steps: list[tuple[str, float]]) -> None
 class FakeServer:
     """Answers for ``observe``."""
 
-    active: str = "active"
-    started: float = 0.0
     running: list[str] = field(default_factory=list)
     first: Metrics | None = None
     answers: Answers = field(default_factory=lambda: Answers(False, probe.Result(probe.TIMEOUT), None))
-
-    def unit(self) -> Unit:
-        return Unit(self.active, self.started)
 
     def compilers(self) -> list[str]:
         return self.running
@@ -156,9 +150,9 @@ class FakeServer:
 NOW = 5000.0
 
 
-def observe(server: FakeServer, known: float | None, peers: int = 0) -> Observation:
+def observe(server: FakeServer, known: float | None, peers: int = 0, active: str = "active") -> Observation:
     last = Observation(NOW - 30, MOVING, known)
-    return liveness.observe(cast("liveness.Server", server), last, START_BUDGET, peers, lambda: NOW)[0]
+    return liveness.observe(cast("liveness.Server", server), Unit(active, 0.0), last, peers, lambda: NOW)[0]
 
 
 RESULTS = st.sampled_from([probe.Result(reason) for reason in probe.REASONS])
@@ -178,9 +172,10 @@ def test_a_server_whose_counters_move_is_never_dead(server: FakeServer, known: f
 
 @given(SERVERS, st.none() | st.floats(0, 3), st.integers(0, 2))
 def test_whoever_starts_or_compiles_is_excused(server: FakeServer, known: float | None, peers: int) -> None:
-    for changes in ({"active": "activating"}, {"active": ""}, {"started": NOW - 899}, {"running": ["nvcc"]}):
-        excused = FakeServer(**{**vars(server), **changes})
-        assert observe(excused, known, peers).state == EXCUSED
+    compiling = FakeServer(**{**vars(server), "running": ["nvcc"]})
+    assert observe(compiling, known, peers).state == EXCUSED
+    for active in ("activating", ""):
+        assert observe(server, known, peers, active).state == EXCUSED
 
 
 @given(SERVERS, st.integers(0, 2))
@@ -259,7 +254,7 @@ class Host:
     def __init__(self, folder: Path, engine: Stub, router: Stub) -> None:
         self.folder, self.engine, self.router = folder, engine, router
         self.clock = 10_000.0
-        self.started = 0.0
+        self.since = 0.0
         self.active = "active"
         self.tokens = 7.0
         self.queued = 0.0
@@ -279,19 +274,19 @@ class Host:
     def run(self, command: list[str]) -> str:
         """systemctl and journalctl."""
         if command[:2] == ["systemctl", "show"]:
-            return f"ActiveState={self.active}\nExecMainStartTimestampMonotonic={self.started * 1e6:.0f}\n"
+            return f"ActiveState={self.active}\nActiveEnterTimestampMonotonic={self.since * 1e6:.0f}\n"
         with (self.folder / "commands").open("a") as commands:
             commands.write(" ".join(command) + "\n")
         if command[0] == "systemctl":
             if self.refusing:
-                raise liveness.CommandError("systemctl restart ended with 1: Refused.")
-            self.started, self.tokens = self.clock, 0.0
+                raise liveness.CommandError("systemctl kill ended with 1: Refused.")
+            self.since, self.tokens = self.clock, 0.0
         return "the journal's end\n"
 
     @property
     def restarts(self) -> list[str]:
         commands = self.folder / "commands"
-        return [line for line in (commands.read_text() if commands.exists() else "").splitlines() if "restart" in line]
+        return [line for line in (commands.read_text() if commands.exists() else "").splitlines() if line.startswith("systemctl")]
 
     @property
     def state(self) -> dict[str, object]:
@@ -320,7 +315,6 @@ class Host:
             "active": "sglang:http_requests_active",
             "flat": LIMITS.flat,
             "stuck": LIMITS.stuck,
-            "start-budget": START_BUDGET,
             "max-restarts": LIMITS.max_restarts,
             "interval": LIMITS.interval,
             "timeout": self.timeout,
@@ -361,9 +355,9 @@ def test_a_busy_server_that_fails_its_health_check_is_left_alone(host: Host) -> 
 def test_the_same_without_progress_is_restarted_once(host: Host) -> None:
     host.engine.routes["/health_generate"] = status(503)
     host.router.routes[CHAT] = status(500)
-    host.look(times=30)  # the first has nothing to compare with; 14 more are within the start budget
-    assert host.restarts == [f"systemctl try-restart --no-block -- {UNIT}"]
-    assert host.state["state"] == EXCUSED
+    host.look(times=9)  # the first has nothing to compare with, the last is the first after the restart
+    assert host.restarts == [f"systemctl kill --signal=SIGKILL -- {UNIT}"]
+    assert host.state["state"] == MOVING
 
 
 @pytest.mark.parametrize("answer", [status(429), status(503, Retry_After="1")])
@@ -446,12 +440,12 @@ def test_a_unit_that_does_not_run_is_not_asked(host: Host, active: str) -> None:
     assert host.engine.requests == []
 
 
-def test_nothing_is_restarted_within_the_start_budget(host: Host) -> None:
-    host.started = host.clock
+def test_looks_at_processes_that_have_ended_do_not_count(host: Host) -> None:
     host.engine.routes["/health_generate"] = status(503)
     host.router.routes[CHAT] = status(503)
-    host.look(times=29)
-    assert host.engine.requests == []
+    host.look(times=7)
+    # Restarted by somebody, between two looks. The first look has nothing to compare with.
+    host.since = host.clock + 1
     host.look(times=7)
     assert host.restarts == []
     host.look()
@@ -487,13 +481,12 @@ def test_restarts_are_limited_and_the_rest_is_said(host: Host, capsys: pytest.Ca
     host.router.routes[CHAT] = status(503)
     for _restart in range(3):
         host.look(times=8)
-        host.started = 0.0  # as if it had been up for long
     assert len(host.restarts) == 3
     host.look(times=20)
     assert len(host.restarts) == 3
     assert "not restarted, since it was 3 times within an hour" in capsys.readouterr().err
     # The oldest is more than an hour ago.
-    host.look(times=100)
+    host.look(times=86)
     assert len(host.restarts) == 4
 
 
@@ -548,11 +541,11 @@ def test_a_restart_that_systemd_refuses_is_an_error_and_counts(host: Host, capsy
     host.router.routes[CHAT] = status(500)
     host.refusing = True
     assert host.look(times=8) == 1
-    assert "found systemctl restart ended with 1: Refused." in capsys.readouterr().err
+    assert "found systemctl kill ended with 1: Refused." in capsys.readouterr().err
     assert host.state["restarts"] == [host.clock]
 
 
-@pytest.mark.parametrize("change", [{"active": "inactive"}, {"started": 10_240.0}])
+@pytest.mark.parametrize("change", [{"active": "inactive"}, {"since": 10_240.0}])
 def test_a_unit_that_changed_while_it_was_asked_is_left_alone(
     host: Host, monkeypatch: pytest.MonkeyPatch, change: dict[str, object]
 ) -> None:
@@ -616,7 +609,7 @@ def test_a_program_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.Monke
 def test_what_systemd_says_of_a_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     server = liveness.Server(argparse.Namespace(unit=UNIT), "")
     monkeypatch.setattr(
-        liveness, "run", lambda _command: "ActiveState=active\nExecMainStartTimestampMonotonic=81234567\n"
+        liveness, "run", lambda _command: "ActiveState=active\nActiveEnterTimestampMonotonic=81234567\n"
     )
     assert server.unit() == Unit("active", 81.234567)
     monkeypatch.setattr(liveness, "run", lambda _command: "ActiveState=inactive\n")
