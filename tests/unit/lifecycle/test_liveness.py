@@ -286,7 +286,11 @@ class Host:
     @property
     def restarts(self) -> list[str]:
         commands = self.folder / "commands"
-        return [line for line in (commands.read_text() if commands.exists() else "").splitlines() if line.startswith("systemctl")]
+        return [
+            line
+            for line in (commands.read_text() if commands.exists() else "").splitlines()
+            if line.startswith("systemctl")
+        ]
 
     @property
     def state(self) -> dict[str, object]:
