@@ -21,8 +21,8 @@ molecule: ## Run the Molecule scenarios
 test: ## Run everything that continuous integration runs
 	tools/test
 
-test-full: ## The same, going on after a failed stage
-	tools/test --keep-going
+test-full: ## Everything, the long stages too, going on after a failed one (ARGS=--resume: what has not passed yet)
+	tools/test --full --keep-going $(ARGS)
 
 demo: setup ## Build the demo hosts, deploy, ask a question
 	tools/demo up

@@ -17,10 +17,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from tools import ROOT, cache_dir, source_files
 
@@ -32,18 +33,20 @@ HEARTBEAT_S = 60
 class Stage:
     """``commands`` run one after another, from the root of the repository.
 
-    Neighbours that are ``beside`` each other run at the same time: the scenarios mostly wait for their hosts.
+    Neighbours that are ``beside`` each other run at the same time: the scenarios mostly wait for their hosts. A stage
+    that is ``full`` runs with ``--full``, or when it is named.
     """
 
     name: str
     about: str
     commands: Sequence[Sequence[str]]
     beside: bool = False
+    full: bool = False
 
 
 @dataclass
 class Result:
-    """Outcome of one stage; ``minutes`` is wall time."""
+    """Outcome of one stage; ``minutes`` is wall time, ``commit`` what ran, nothing where the tree had changes."""
 
     name: str
     minutes: float = 0.0
@@ -52,6 +55,7 @@ class Result:
     skipped: int = 0
     state: str = "not run"
     failures: list[str] = field(default_factory=list)
+    commit: str = ""
 
 
 def stages() -> list[Stage]:
@@ -98,6 +102,12 @@ def stages() -> list[Stage]:
             "topology and binding on a virtual machine",
             [["molecule", "test", "-s", "numa"]],
             beside=True,
+        ),
+        Stage(
+            "molecule-topologies",
+            "PD groups over several hosts, IPv6, several routers, --limit, on three nspawn hosts",
+            [["molecule", "test", "-s", "topologies"]],
+            full=True,
         ),
     ]
 
@@ -218,10 +228,11 @@ def _run(command: Sequence[str], name: str, out: int, log: Path, cache: Path) ->
         thread.join()
 
 
-def chosen(everything: Sequence[Stage], only: str | None, start: str | None) -> list[Stage]:
-    """The stages that ``--only A,B`` or ``--from A`` name, in order; raises ValueError for a name that is none."""
+def chosen(everything: Sequence[Stage], only: str | None, start: str | None, full: bool = False) -> list[Stage]:
+    """The stages that ``--only A,B`` or ``--from A`` name, in order, else all that run with or without ``--full``;
+    raises ValueError for a name that is none."""
     names = [stage.name for stage in everything]
-    wanted = only.split(",") if only else names
+    wanted = only.split(",") if only else [stage.name for stage in everything if full or not stage.full]
     for name in [*wanted, *([start] if start else [])]:
         if name not in names:
             raise ValueError(f"unknown stage {name!r}; expected one of {', '.join(names)}")
@@ -240,10 +251,43 @@ def batches(todo: Sequence[Stage]) -> list[list[Stage]]:
     return found
 
 
+def commit_of(root: Path) -> str:
+    """The commit that is checked out in ``root``; nothing where files differ from it, or there is none."""
+
+    def git(*arguments: str) -> str | None:
+        ended = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)
+        return None if ended.returncode else ended.stdout.strip()
+
+    commit = git("rev-parse", "--verify", "HEAD")
+    return commit if commit and git("status", "--porcelain") == "" else ""
+
+
+def recorded(report: Path) -> list[Result]:
+    """What the last runs have written; nothing where there is no such file, or another version wrote it."""
+    try:
+        entries: list[dict[str, Any]] = json.loads(report.read_text())
+        return [Result(**entry) for entry in entries]
+    except (OSError, ValueError, TypeError):
+        return []
+
+
+def passed_before(report: Path, commit: str) -> dict[str, Result]:
+    """By stage, what has passed on this very commit; nothing on a tree with changes, whose commit is not known."""
+    return {found.name: found for found in recorded(report) if commit and (found.commit, found.state) == (commit, "ok")}
+
+
+def record(report: Path, results: Mapping[str, Result]) -> None:
+    """Write what became of the stages, whole or not at all: a run may be killed at any time."""
+    report.parent.mkdir(parents=True, exist_ok=True)
+    partial = report.with_suffix(".partial")
+    partial.write_text(json.dumps([asdict(result) for result in results.values()], indent=1) + "\n")
+    partial.replace(report)
+
+
 def table(results: Iterable[Result]) -> str:
     """Summary, one line a stage."""
-    lines = [f"{'stage':<18} {'minutes':>7} {'passed':>7} {'failed':>7} {'skipped':>7}  state"]
-    lines += [f"{r.name:<18} {r.minutes:7.1f} {r.passed:7} {r.failed:7} {r.skipped:7}  {r.state}" for r in results]
+    lines = [f"{'stage':<19} {'minutes':>7} {'passed':>7} {'failed':>7} {'skipped':>7}  state"]
+    lines += [f"{r.name:<19} {r.minutes:7.1f} {r.passed:7} {r.failed:7} {r.skipped:7}  {r.state}" for r in results]
     return "\n".join(lines)
 
 
@@ -256,17 +300,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", metavar="STAGE[,STAGE...]", help="run only these")
     parser.add_argument("--from", dest="start", metavar="STAGE", help="leave out what comes before this one")
     parser.add_argument("--keep-going", action="store_true", help="go on after a stage that failed")
+    parser.add_argument("--full", action="store_true", help="the long stages too, marked in --list")
+    parser.add_argument(
+        "--resume", action="store_true", help="leave out what has passed on this commit; only in a tree without changes"
+    )
     args = parser.parse_args(arguments)
     everything = stages()
     if args.list:
-        print("\n".join(f"{stage.name:<18} {stage.about}" for stage in everything))
+        print("\n".join(f"{stage.name:<19} {stage.about}{' (--full)' if stage.full else ''}" for stage in everything))
         return 0
     try:
-        todo = chosen(everything, args.only, args.start)
+        wanted = chosen(everything, args.only, args.start, args.full)
     except ValueError as error:
         parser.error(str(error))
     cache = cache_dir()
-    results = [Result(stage.name) for stage in todo]
+    report = cache / "logs" / "stages.json"
+    commit = commit_of(ROOT)
+    known = passed_before(report, commit)
+    resumed = {stage.name: known[stage.name] for stage in wanted if args.resume and stage.name in known}
+    if args.resume:
+        told = f"passed before on {commit[:12]}: {', '.join(resumed) or 'none'}" if commit else "the tree has changes"
+        print(f"--resume: {told}", flush=True)
+    results = {stage.name: Result(stage.name) for stage in wanted} | resumed
+    todo = [stage for stage in wanted if stage.name not in resumed]
     began = time.monotonic()
     try:
         done = 0
@@ -274,20 +330,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with ThreadPoolExecutor(len(batch)) as pool:
                 positions = [f"{done + number}/{len(todo)}" for number in range(1, len(batch) + 1)]
                 ended = list(pool.map(run_stage, batch, positions, [cache] * len(batch)))
-            results[done : done + len(batch)] = ended
             done += len(batch)
+            # Who has changed the tree meanwhile has not tested the commit.
+            tested = commit if commit_of(ROOT) == commit else ""
+            of_batch = {result.name: replace(result, commit=tested) for result in ended}
+            results |= of_batch
+            # After each, so that a run that is killed can be resumed; what passed on the commit before is kept.
+            known |= of_batch
+            record(report, known)
             if any(result.failed for result in ended) and not args.keep_going:
                 break
     finally:
-        report = cache / "logs" / "stages.json"
-        report.parent.mkdir(parents=True, exist_ok=True)
-        report.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
-        failed = sum(result.failed for result in results)
-        print(f"\n{table(results)}\n{'total':<18} {(time.monotonic() - began) / 60:7.1f}   ({report})")
-        for result in results:
+        failed = sum(result.failed for result in results.values())
+        print(f"\n{table(results.values())}\n{'total':<19} {(time.monotonic() - began) / 60:7.1f}   ({report})")
+        for result in results.values():
             for failure in result.failures:
                 print(f"failed: {result.name}: {failure}")
-        print(f"{sum(result.passed for result in results)} passed, {failed} failed", flush=True)
+        print(f"{sum(result.passed for result in results.values())} passed, {failed} failed", flush=True)
     return 1 if failed else 0
 
 
