@@ -85,6 +85,14 @@ def _check_family(member: Member) -> None:
     )
 
 
+def own_ip(member: Member) -> str | None:
+    """The address that a server tells others of itself; None on loopback, which nobody else reaches, and where only a
+    name is known, which is none to listen on."""
+    wants, instance = member
+    address = wants.address if is_wildcard(instance.host) else instance.host
+    return None if is_loopback(instance.host) or _family(address) is None else address
+
+
 def metrics_port(instance: Instance) -> int:
     return instance.metrics_port or instance.port
 

@@ -779,6 +779,29 @@ def test_an_engine_is_reached_by_the_family_that_it_listens_on(host: str, addres
     assert ("address_family" in codes(plan(fleet))) is refused
 
 
+@pytest.mark.parametrize(
+    ("host", "address", "told"),
+    [
+        ("127.0.0.1", "192.0.2.11", None),
+        ("0.0.0.0", "192.0.2.11", "192.0.2.11"),
+        ("::", "2001:db8::1", "2001:db8::1"),
+        ("198.51.100.1", "192.0.2.11", "198.51.100.1"),
+        ("0.0.0.0", "gpu1.example.org", None),
+    ],
+)
+def test_the_ranks_of_a_server_are_reached_where_the_server_is(host: str, address: str, told: str | None) -> None:
+    made = plan({HOST: variables(prefill(host=host), decode(), router(host="::"), plan_address=address)})
+    assert instance(made, "prefill")["environment"].get("SGLANG_HOST_IP") == told
+    assert "SGLANG_HOST_IP" not in instance(made, "decode")["environment"]
+    assert "SGLANG_HOST_IP" not in instance(made, "router")["environment"]
+
+
+def test_an_operator_knows_better_where_ranks_are_reached() -> None:
+    by_hand = prefill(host="192.0.2.11", environment={"SGLANG_HOST_IP": "198.51.100.1"})
+    made = plan({HOST: variables(by_hand, decode(), router())})
+    assert instance(made, "prefill")["environment"]["SGLANG_HOST_IP"] == "198.51.100.1"
+
+
 def test_a_router_on_the_ipv6_wildcard_takes_ipv4_too_but_not_the_other_way_round() -> None:
     assert codes(plan({HOST: variables(prefill(), decode(), router(host="::"))})) == []
     (refusal,) = plan({HOST: variables(plan_address="2001:db8::1")})["refusals"]
