@@ -103,6 +103,12 @@ def stages() -> list[Stage]:
             [["molecule", "test", "-s", "numa"]],
             beside=True,
         ),
+        Stage(
+            "molecule-topologies",
+            "PD groups over several hosts, IPv6, several routers, --limit, on three nspawn hosts",
+            [["molecule", "test", "-s", "topologies"]],
+            full=True,
+        ),
     ]
 
 

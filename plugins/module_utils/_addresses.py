@@ -29,6 +29,14 @@ def is_wildcard(address: str) -> bool:
         return False
 
 
+def _family(address: str) -> int | None:
+    """4 or 6; None of a name, which may have both."""
+    try:
+        return ipaddress.ip_address(address).version
+    except ValueError:
+        return None
+
+
 Member = tuple[Wants, Instance]
 
 
@@ -55,7 +63,34 @@ def advertised(member: Member, seen_from: str) -> str:
                 f"set host of {instance.name} to the address of {wants.host} on the private network",
             )
         return instance.host
-    return wants.address if is_wildcard(instance.host) else instance.host
+    if not is_wildcard(instance.host):
+        return instance.host
+    _check_family(member)
+    return wants.address
+
+
+def _check_family(member: Member) -> None:
+    """A wildcard takes connections of its own family. ``::`` takes IPv4 as well, but not where an engine listens: its
+    event loop asks the kernel for IPv6 alone."""
+    wants, instance = member
+    listens, told = _family(instance.host), _family(wants.address)
+    if told in (None, listens) or (listens == 6 and not instance.is_engine):
+        return
+    raise RefusalError(
+        "address_family",
+        f"{instance.name} on {wants.host} listens on {instance.host}, and others are told {wants.address}",
+        f"an IPv{listens} address to tell, or an IPv{told} address to listen on",
+        f"set host of {instance.name} to the address that others are to reach, or plan_address of {wants.host} to an "
+        f"IPv{listens} address",
+    )
+
+
+def own_ip(member: Member) -> str | None:
+    """The address that a server tells others of itself; None on loopback, which nobody else reaches, and where only a
+    name is known, which is none to listen on."""
+    wants, instance = member
+    address = wants.address if is_wildcard(instance.host) else instance.host
+    return None if is_loopback(instance.host) or _family(address) is None else address
 
 
 def metrics_port(instance: Instance) -> int:

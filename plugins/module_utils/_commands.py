@@ -13,7 +13,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ansible_collections.llmfleet.sglang.plugins.module_utils import _engine, _features, _nodes
-from ansible_collections.llmfleet.sglang.plugins.module_utils._addresses import group_members, metrics_host, url
+from ansible_collections.llmfleet.sglang.plugins.module_utils._addresses import (
+    group_members,
+    metrics_host,
+    own_ip,
+    url,
+)
 from ansible_collections.llmfleet.sglang.plugins.module_utils._admission import (
     BOOTSTRAP,
     BOUND,
@@ -281,6 +286,8 @@ def instance_environment(
     if instance.is_engine:
         found |= engine_environment(wants, release)
         found |= timeouts or {}
+        if instance.role in ENGINE_ROLES and (address := own_ip((wants, instance))):
+            found[_engine.HOST_IP] = address
         found["PROMETHEUS_MULTIPROC_DIR"] = f"/run/llmfleet/{instance.name}/metrics"
         if jobs is not None and wants["plan_device"] == "cuda":
             found["MAX_JOBS"] = str(jobs)

@@ -183,6 +183,11 @@ ROUTERS: Mapping[str, Router] = {
 DEFAULT_ENGINE = "0.5.23"
 DEFAULT_ROUTER = "1.13.0"
 
+# The address at which the ranks of prefill and decode reach each other (utils/network.py, get_local_ip_auto). Without
+# it an engine takes that of its route to the internet, IPv4 first, else what the host's own name stands for: on Debian
+# 127.0.1.1.
+HOST_IP = "SGLANG_HOST_IP"
+
 # Where the engine's parts keep what they compile at run time: variable -> folder in the release's cache.
 CACHES: Mapping[str, str] = {
     "CUDA_CACHE_PATH": "cuda",

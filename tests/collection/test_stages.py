@@ -58,13 +58,11 @@ def test_a_full_stage_runs_with_full_or_by_its_name(
     assert "".join(stage.name for stage in stages.chosen(WITH_FULL, only, start, full)) == expected
 
 
-def test_what_continuous_integration_shows_by_running_at_all_is_for_full_runs_alone(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert [stage.name for stage in stages.stages() if stage.full] == ["fresh"]
+def test_what_is_for_full_runs_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [stage.name for stage in stages.stages() if stage.full] == ["fresh", "molecule-topologies"]
     assert stages.main(["--list"]) == 0
     listed = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in listed if line.endswith(" (--full)")] == ["fresh"]
+    assert [line.split()[0] for line in listed if line.endswith(" (--full)")] == ["fresh", "molecule-topologies"]
     assert len(listed) == len(stages.stages())
 
 

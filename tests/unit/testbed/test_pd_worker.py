@@ -32,9 +32,11 @@ def free_port() -> int:
 class Worker:
     """One process of the stand-in."""
 
-    def __init__(self, role: str, **environment: str) -> None:
+    def __init__(self, role: str, host: str = "127.0.0.1", **environment: str) -> None:
+        self.host = {"::": "::1"}.get(host, host)
         self.port, self.bootstrap = free_port(), free_port()
-        line = [sys.executable, "-m", "sglang.launch_server", "--port", str(self.port), "--served-model-name", "m"]
+        line = [sys.executable, "-m", "sglang.launch_server", "--host", host, "--port", str(self.port)]
+        line += ["--served-model-name", "m"]
         line += ["--disaggregation-mode", role, "--some-other-flag", "1"]
         if role == "prefill":
             line += ["--disaggregation-bootstrap-port", str(self.bootstrap)]
@@ -42,7 +44,7 @@ class Worker:
         self.process = subprocess.Popen(line, env=told, stderr=subprocess.DEVNULL)
 
     def get(self, path: str, body: Any = None, key: str = "") -> tuple[int, str]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=20)
         try:
             connection.request(
                 "GET" if body is None else "POST",
@@ -88,7 +90,8 @@ def start() -> Iterator[Start]:
 
 def ask(prefill: Worker, decode: Worker, room: int = 1, **more: Any) -> tuple[int, str]:
     """A request as the router makes it: the same to both, the decode's answer for the client."""
-    body = {"bootstrap_host": "127.0.0.1", "bootstrap_port": prefill.bootstrap, "bootstrap_room": room, "max_tokens": 4}
+    host = f"[{prefill.host}]" if ":" in prefill.host else prefill.host
+    body = {"bootstrap_host": host, "bootstrap_port": prefill.bootstrap, "bootstrap_room": room, "max_tokens": 4}
     body |= {"messages": [{"role": "user", "content": "Hello"}]} | more
     other = threading.Thread(target=prefill.get, args=("/v1/chat/completions", body))
     other.start()
@@ -112,6 +115,13 @@ def test_a_pair_answers_the_same_to_the_same(start: Start) -> None:
     assert "".join(event["choices"][0]["delta"]["content"] for event in streamed).strip() == content(first)
     assert events[4:] == ["data: [DONE]", ""]
     assert prefill.requests() == decode.requests() == {}
+
+
+def test_a_pair_on_ipv6_answers_and_its_wildcard_takes_no_ipv4(start: Start) -> None:
+    prefill, decode = start("prefill", host="::1"), start("decode", host="::")
+    assert len(content(ask(prefill, decode)).split()) == 4
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", decode.port), timeout=5)
 
 
 def test_a_decode_refuses_a_prefill_of_another_revision(start: Start) -> None:

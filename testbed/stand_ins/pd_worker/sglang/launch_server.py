@@ -27,6 +27,7 @@ import http.server
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -109,9 +110,9 @@ class Server:
 
     def fetch(self, body: dict[str, Any]) -> str:
         """A decode takes the cache from the prefill that the router has chosen; why it could not, else nothing."""
-        connection = http.client.HTTPConnection(
-            body["bootstrap_host"], body["bootstrap_port"], timeout=TRANSFER_SECONDS
-        )
+        # The router takes the host from its worker's URL, where IPv6 stands in brackets; the engine strips them too.
+        host = body["bootstrap_host"].strip("[]")
+        connection = http.client.HTTPConnection(host, body["bootstrap_port"], timeout=TRANSFER_SECONDS)
         self.count("num_decode_transfer_queue_reqs", 1)
         try:
             connection.request("GET", f"/room/{body['bootstrap_room']}?revision={REVISION}")
@@ -123,6 +124,19 @@ class Server:
         finally:
             self.count("num_decode_transfer_queue_reqs", -1)
             connection.close()
+
+
+class Listener(http.server.ThreadingHTTPServer):
+    """Listens as the engine does: an IPv6 address, the wildcard too, takes no IPv4 connections."""
+
+    def __init__(self, host: str, port: int, handler: type[http.server.BaseHTTPRequestHandler]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), handler)
+
+    def server_bind(self) -> None:
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        super().server_bind()
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -302,10 +316,9 @@ def main() -> None:
     if FAULT == "crash":
         log("Received sigquit from a child process. It usually means the child failed.")
         os.kill(os.getpid(), signal.SIGKILL)
-    servers = [http.server.ThreadingHTTPServer((options.host, options.port), Handler)]
+    servers = [Listener(options.host, options.port, Handler)]
     if options.disaggregation_bootstrap_port:
-        address = (options.host, options.disaggregation_bootstrap_port)
-        servers.append(http.server.ThreadingHTTPServer(address, Bootstrap))
+        servers.append(Listener(options.host, options.disaggregation_bootstrap_port, Bootstrap))
     for server in servers:
         threading.Thread(target=server.serve_forever, daemon=True).start()
     state.ready = FAULT != "never_ready"

@@ -27,7 +27,7 @@ def fleet(**changes: dict[str, Any]) -> dict[str, Any]:
         "gpu2": variables(
             prefill(),
             decode(),
-            router(args={"max-concurrent-requests": 10, "queue-size": 6}),
+            router(host="::", args={"max-concurrent-requests": 10, "queue-size": 6}),
             ansible_host="2001:db8::2",
         ),
     }
@@ -66,7 +66,7 @@ def test_only_the_groups_that_are_named_are_behind_it() -> None:
 
 
 def test_a_router_without_a_bound_makes_all_equal() -> None:
-    unbound = [prefill(), decode(), router(args={"max-concurrent-requests": -1})]
+    unbound = [prefill(), decode(), router(host="::", args={"max-concurrent-requests": -1})]
     told = _gateway.gateway_plan("gw", fleet(gpu2={"plan_instances": unbound}))
     assert [(server["takes"], server["weight"]) for server in told["servers"]] == [(33, 1), (None, 1)]
 

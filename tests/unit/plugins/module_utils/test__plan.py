@@ -133,7 +133,7 @@ def test_flag_values_of_every_shape() -> None:
 
 def test_a_group_over_two_hosts_is_reached_by_address() -> None:
     fleet = {
-        "a": variables(prefill(host="0.0.0.0", group="pd0"), router(group="pd0"), ansible_host="2001:db8::1"),
+        "a": variables(prefill(host="::", group="pd0"), router(group="pd0", host="::"), ansible_host="2001:db8::1"),
         "b": variables(decode(host="192.0.2.12", group="pd0"), ansible_host="192.0.2.12"),
     }
     # Prometheus on "a" cannot reach the exporter on b's loopback: that is the only thing wrong here, and it is b's.
@@ -759,6 +759,55 @@ def test_loopback_across_hosts_is_refused() -> None:
         "b": variables(decode(host="192.0.2.12", group="pd0")),
     }
     assert "loopback" in codes(plan(fleet, None, "a"))
+
+
+@pytest.mark.parametrize(
+    ("host", "address", "refused"),
+    [
+        ("0.0.0.0", "2001:db8::1", True),
+        ("::", "192.0.2.11", True),
+        ("::", "2001:db8::1", False),
+        ("0.0.0.0", "192.0.2.11", False),
+        ("2001:db8::1", "192.0.2.11", False),
+        # What a name stands for is not known here.
+        ("0.0.0.0", "gpu1.example.org", False),
+        ("::", "gpu1.example.org", False),
+    ],
+)
+def test_an_engine_is_reached_by_the_family_that_it_listens_on(host: str, address: str, refused: bool) -> None:
+    fleet = {HOST: variables(prefill(), decode(host=host), router(host="::"), plan_address=address)}
+    assert ("address_family" in codes(plan(fleet))) is refused
+
+
+@pytest.mark.parametrize(
+    ("host", "address", "told"),
+    [
+        ("127.0.0.1", "192.0.2.11", None),
+        ("0.0.0.0", "192.0.2.11", "192.0.2.11"),
+        ("::", "2001:db8::1", "2001:db8::1"),
+        ("198.51.100.1", "192.0.2.11", "198.51.100.1"),
+        ("0.0.0.0", "gpu1.example.org", None),
+    ],
+)
+def test_the_ranks_of_a_server_are_reached_where_the_server_is(host: str, address: str, told: str | None) -> None:
+    made = plan({HOST: variables(prefill(host=host), decode(), router(host="::"), plan_address=address)})
+    assert instance(made, "prefill")["environment"].get("SGLANG_HOST_IP") == told
+    assert "SGLANG_HOST_IP" not in instance(made, "decode")["environment"]
+    assert "SGLANG_HOST_IP" not in instance(made, "router")["environment"]
+
+
+def test_an_operator_knows_better_where_ranks_are_reached() -> None:
+    by_hand = prefill(host="192.0.2.11", environment={"SGLANG_HOST_IP": "198.51.100.1"})
+    made = plan({HOST: variables(by_hand, decode(), router())})
+    assert instance(made, "prefill")["environment"]["SGLANG_HOST_IP"] == "198.51.100.1"
+
+
+def test_a_router_on_the_ipv6_wildcard_takes_ipv4_too_but_not_the_other_way_round() -> None:
+    assert codes(plan({HOST: variables(prefill(), decode(), router(host="::"))})) == []
+    (refusal,) = plan({HOST: variables(plan_address="2001:db8::1")})["refusals"]
+    assert refusal["found"] == "router on gpu1 listens on 0.0.0.0, and others are told 2001:db8::1"
+    assert refusal["expected"] == "an IPv4 address to tell, or an IPv6 address to listen on"
+    assert refusal["cure"].startswith("set host of router to the address that others are to reach")
 
 
 def test_refusals_read_as_found_expected_to_do() -> None:

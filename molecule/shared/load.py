@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients that ask without a pause until they are told to end, and what became of their requests.
+"""Clients that ask without a pause until they are told to end, or each a number of times, and what became of their
+requests.
 
 A client goes to the first router that lets it in: one that refuses the connection, or says 503 or 429 before it has
 begun to answer, has not accepted the request, and the next one is asked. So has one that closes its port at the moment
@@ -73,6 +74,7 @@ def ask(url: str, prompt: str, key: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--clients", type=int, default=3)
+    parser.add_argument("--requests", type=int, help="of each client; until SIGTERM where it is left out")
     parser.add_argument("--result", required=True)
     parser.add_argument("--key-file", required=True, help="with the API key that is shown")
     parser.add_argument("urls", nargs="+")
@@ -87,7 +89,7 @@ def main() -> None:
 
     def client(number: int) -> None:
         asked = 0
-        while not told.is_set():
+        while not told.is_set() and asked != options.requests:
             asked += 1
             # Each begins with another router, so that all of them are used.
             turned = options.urls[number % len(options.urls) :] + options.urls[: number % len(options.urls)]
@@ -105,8 +107,6 @@ def main() -> None:
     clients = [threading.Thread(target=client, args=(number,)) for number in range(options.clients)]
     for thread in clients:
         thread.start()
-    while not told.wait(1):
-        pass
     for thread in clients:
         thread.join()
     with open(options.result, "w", encoding="utf-8") as stream:
