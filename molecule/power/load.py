@@ -1,0 +1,1 @@
+../rollout/load.py
