@@ -109,6 +109,18 @@ def stages() -> list[Stage]:
             [["molecule", "test", "-s", "topologies"]],
             full=True,
         ),
+        Stage(
+            "molecule-outage",
+            "a host that is cut off, starts anew or has a full disk in the middle of plays, on an nspawn host",
+            [["molecule", "test", "-s", "outage"]],
+            full=True,
+        ),
+        Stage(
+            "molecule-power",
+            "reboot, power cut and a clock that is set, on a virtual machine",
+            [["molecule", "test", "-s", "power"]],
+            full=True,
+        ),
     ]
 
 

@@ -311,7 +311,9 @@ def save_evidence(server: Server, options: argparse.Namespace, history: History,
     (folder / "threads.txt").write_text(server.threads(), encoding="utf-8")
     journal = ["journalctl", "--unit", options.unit, "--lines", "300", "--no-pager", "--output", "short-precise"]
     (folder / "journal.txt").write_text(run(journal), encoding="utf-8")
-    for old in sorted(Path(options.evidence).glob(f"{options.instance}-{'[0-9]' * 8}T*Z"))[:-_KEPT_EVIDENCE]:
+    # After a clock that was set back this one is not the last by name.
+    kept = set(Path(options.evidence).glob(f"{options.instance}-{'[0-9]' * 8}T*Z")) - {folder}
+    for old in sorted(kept)[: 1 - _KEPT_EVIDENCE]:
         shutil.rmtree(old)
     return folder
 

@@ -284,8 +284,12 @@ def read_last_success(path: Path) -> float | None:
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
-def exposition(labels: dict[str, str], result: Result, interval: float, last_success: float | None) -> str:
-    """The result as Prometheus text; series without a value are left out. ``interval``: seconds between two probes."""
+def exposition(
+    labels: dict[str, str], result: Result, interval: float, last_success: float | None, ended: float
+) -> str:
+    """The result as Prometheus text; series without a value are left out. ``interval``: seconds between two probes;
+    ``ended``: seconds between the machine's boot and the end of this one, from which its age is told whatever the clock
+    is set to."""
     families: list[tuple[str, str, dict[str, str], float | None]] = [
         ("success", "1 when the last completion through the router was whole and well-formed.", {}, result.success),
         ("reason", "1 for how the last probe ended.", {"reason": result.reason}, 1),
@@ -293,6 +297,7 @@ def exposition(labels: dict[str, str], result: Result, interval: float, last_suc
         ("duration_seconds", "From the start of the probe to its end.", {}, result.duration_seconds),
         ("last_success_timestamp_seconds", "When a probe last succeeded, as Unix time.", {}, last_success),
         ("interval_seconds", "Time between two probes.", {}, interval),
+        ("ended_since_boot_seconds", "From the machine's boot to the end of the last probe.", {}, ended),
     ]
     lines = []
     for name, text, more, value in families:
@@ -334,8 +339,9 @@ def main(argv: Sequence[str]) -> int:
         last_success = now if result.success else read_last_success(record)
         labels = {"instance_name": options.router, "group": options.group}
         told = {**labels, "url": options.url, "at": now, "success": result.success, "last_success": last_success}
+        ended = time.clock_gettime(time.CLOCK_BOOTTIME)
         write_atomically(
-            options.out / f"{options.router}.prom", exposition(labels, result, options.interval, last_success)
+            options.out / f"{options.router}.prom", exposition(labels, result, options.interval, last_success, ended)
         )
         write_atomically(record, json.dumps(told | asdict(result), sort_keys=True) + "\n")
     except OSError as error:

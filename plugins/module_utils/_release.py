@@ -35,10 +35,11 @@ HERE = "{release}"
 
 
 class BuildError(Exception):
-    """A build step failed. ``log`` is the file that holds the whole output, ``tail`` its last lines."""
+    """A build step failed. ``log`` is the file that holds the whole output, ``tail`` its last lines; ``free`` are the
+    bytes that its disk had left."""
 
-    def __init__(self, step: str, log: str, tail: str) -> None:
-        super().__init__(f"{step} failed; the whole log is {log}")
+    def __init__(self, step: str, log: str, tail: str, free: int) -> None:
+        super().__init__(f"{step} failed; the whole log is {log}, whose disk had {free // 1024**2} MiB left")
         self.step, self.log, self.tail = step, log, tail
 
 
@@ -237,6 +238,9 @@ def _build_steps(release: Release, log: TextIO) -> None:
         argv = [word.replace(HERE, release.path) for word in check.argv]
         own = {name: value.replace(HERE, release.path) for name, value in check.environment.items()}
         _run(check.name, argv, log, environment | own, check.user)
+    # A manifest says that everything before it is there, after a power cut too: the kernel may write out what was
+    # installed half a minute later than the manifest, and would leave empty files.
+    _run("write it out to the disk", ["sync", "--file-system", release.path], log, environment, "")
 
 
 @contextmanager
@@ -267,15 +271,16 @@ def _build(release: Release) -> None:
     os.mkdir(release.path, 0o755)
     try:
         with open(release.log, "w", encoding="utf-8") as log:
-            try:
-                _build_steps(release, log)
-            except _StepError as error:
-                log.write(f"{error}\n")
-                raise
-    except _StepError as error:
+            _build_steps(release, log)
+    except (_StepError, OSError) as error:
+        free = shutil.disk_usage(release.root).free
+        # Before the rest is written: on a full disk the log has no room either.
         shutil.rmtree(release.path)
+        step = error.step if isinstance(error, _StepError) else "write the release"
+        with open(release.log, "a", encoding="utf-8") as log:
+            log.write(f"{error}\n")
         with open(release.log, encoding="utf-8", errors="replace") as written:
-            raise BuildError(error.step, release.log, "".join(written.readlines()[-15:])) from error
+            raise BuildError(step, release.log, "".join(written.readlines()[-15:]), free) from error
     manifest = {
         "id": release.id,
         "python": release.python,

@@ -39,6 +39,7 @@ def test_chosen_stages_keep_their_order(only: str | None, start: str | None, exp
     assert "".join(stage.name for stage in stages.chosen(ALL, only, start)) == expected
 
 
+FULL = ["fresh", "molecule-topologies", "molecule-outage", "molecule-power"]
 WITH_FULL = [*ALL, Stage("d", "", [["d"]], full=True)]
 
 
@@ -59,10 +60,10 @@ def test_a_full_stage_runs_with_full_or_by_its_name(
 
 
 def test_what_is_for_full_runs_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    assert [stage.name for stage in stages.stages() if stage.full] == ["fresh", "molecule-topologies"]
+    assert [stage.name for stage in stages.stages() if stage.full] == FULL
     assert stages.main(["--list"]) == 0
     listed = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in listed if line.endswith(" (--full)")] == ["fresh", "molecule-topologies"]
+    assert [line.split()[0] for line in listed if line.endswith(" (--full)")] == FULL
     assert len(listed) == len(stages.stages())
 
 

@@ -33,6 +33,7 @@ PREFILL: dict[str, Any] = {
     "url": "http://127.0.0.1:30000",
     "ports": {"http": 30000, "bootstrap": 8998},
     "python": "/opt/llmfleet/releases/e1/venv/bin/python",
+    "fingerprint": "0123456789abcdef",
 }
 ROUTER = PREFILL | {
     "name": "router",
@@ -112,7 +113,7 @@ def test_it_is_a_unit_file(units: dict[str, str]) -> None:
 
 
 def test_a_start_is_checked_before_and_awaited_after(units: dict[str, str]) -> None:
-    checked, plugin, _note = values(units["prefill"], "ExecStartPre")
+    checked, plugin, _room, _note = values(units["prefill"], "ExecStartPre")
     (awaited,) = values(units["prefill"], "ExecStartPost")
     program = r"\+?/usr/bin/python3 +-I +-B +/opt/llmfleet/lifecycle/[0-9a-f]{12} +"
     assert re.match(program + "before-start ", checked)
@@ -130,6 +131,31 @@ def test_a_start_is_checked_before_and_awaited_after(units: dict[str, str]) -> N
     assert option(awaited, "ranks") == ["2"]
     assert option(awaited, "reports") == ["/run/llmfleet/prefill/features"]
     assert option(checked, "note") == ["/run/llmfleet/prefill.starts"]
+
+
+def test_a_server_does_not_start_without_a_tmp_that_it_can_write(units: dict[str, str], tmp_path: Path) -> None:
+    _checked, _plugin, room, _note = values(units["prefill"], "ExecStartPre")
+    for folder, status, said in ((tmp_path, 0, ""), (Path("/proc/nowhere"), 1, "free some space on its disk\n")):
+        command = shlex.split(room.replace("%%", "%").replace("/tmp/.room", f"{folder}/.room"))
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == status
+        assert done.stderr.endswith(said)
+        assert not (folder / ".room").exists()
+    assert not [command for command in values(units["router"], "ExecStartPre") if "/tmp" in command]
+
+
+@pytest.mark.parametrize(
+    ("environment", "noted"),
+    [("0123456789abcdef", "0123456789abcdef"), ("fedcba9876543210", "0123456789abcdef with fedcba9876543210")],
+)
+def test_a_start_notes_what_unit_and_environment_were_of(
+    units: dict[str, str], tmp_path: Path, environment: str, noted: str
+) -> None:
+    note = values(units["prefill"], "ExecStartPre")[-1]
+    # What systemd does to it: quotes as a shell has them, and %% for a percent sign.
+    command = shlex.split(note.replace("%%", "%").replace("/run/llmfleet/prefill", str(tmp_path)))
+    subprocess.run(command, check=True, env={"LLMFLEET_FINGERPRINT": environment})
+    assert (tmp_path / "fingerprint").read_text() == noted
 
 
 def test_a_router_is_asked_for_its_own_route_and_has_no_gpus(units: dict[str, str]) -> None:

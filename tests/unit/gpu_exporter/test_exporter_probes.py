@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -22,14 +23,13 @@ sys.path.insert(0, str(ROOT / "files" / "lifecycle"))
 import probe
 
 SERVED = probe.Result(probe.OK, "", 0.25, 0.75)
-NOW = 1_800_000_000.0
+NOW = 1_800_000.0
 
 
 def write(folder: Path, router: str, result: probe.Result = SERVED, at: float = NOW, group: str = "main") -> Path:
-    """A file as the probe writes it every 30 s, last written at that Unix time."""
+    """A file as the probe writes it every 30 s, last written that many seconds after the machine's boot."""
     path = folder / f"{router}.prom"
-    probe.write_atomically(path, probe.exposition({"instance_name": router, "group": group}, result, 30.0, 1700.5))
-    os.utime(path, (at, at))
+    probe.write_atomically(path, probe.exposition({"instance_name": router, "group": group}, result, 30.0, 1700.5, at))
     return path
 
 
@@ -63,9 +63,14 @@ def test_a_stale_file_is_no_success(tmp_path: Path) -> None:
     assert metrics.get("llmfleet_probe_duration_seconds") is None
 
 
-def test_a_clock_that_was_set_back_makes_no_negative_age(tmp_path: Path) -> None:
-    write(tmp_path, "router", at=NOW + 3600)
-    assert scrape(tmp_path).get("llmfleet_probe_age_seconds", instance_name="router") == 0
+@pytest.mark.parametrize("day", [-86400, 86400])
+def test_a_clock_that_is_set_makes_no_probe_older(tmp_path: Path, day: int) -> None:
+    """Its age comes from the time since boot, whatever a file system and the clock say."""
+    path = write(tmp_path, "router")
+    os.utime(path, (time.time() + day, time.time() + day))
+    metrics = scrape(tmp_path, NOW + 30)
+    assert metrics.get("llmfleet_probe_age_seconds", instance_name="router") == 30
+    assert metrics.get("llmfleet_probe_success", instance_name="router") == 1
 
 
 def test_routers_share_families_and_the_same_series_is_served_once(tmp_path: Path) -> None:
@@ -82,7 +87,6 @@ def test_routers_share_families_and_the_same_series_is_served_once(tmp_path: Pat
 def test_foreign_series_are_left_out(tmp_path: Path) -> None:
     path = write(tmp_path, "router")
     path.write_text(path.read_text() + 'llmfleet_gpu_up{gpu="0"} 1\n')
-    os.utime(path, (NOW, NOW))
     assert scrape(tmp_path).get("llmfleet_gpu_up") is None
 
 
@@ -103,7 +107,9 @@ def test_a_broken_file_is_logged_once_and_harms_no_other(tmp_path: Path, caplog:
 @given(st.text(alphabet=st.sampled_from('llmfleet_probe_interval_seconds{}="\\,# TYPEHELP1.5e\n\x00é '), max_size=200))
 def test_whatever_a_file_holds_the_scrape_is_answered(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     folder = tmp_path_factory.mktemp("probe")
-    (folder / "any.prom").write_text("llmfleet_probe_interval_seconds 30\n" + text)
+    (folder / "any.prom").write_text(
+        "llmfleet_probe_interval_seconds 30\nllmfleet_probe_ended_since_boot_seconds 1\n" + text
+    )
     write(folder, "router")
     assert scrape(folder).get("llmfleet_probe_success", instance_name="router") == 1
 
@@ -114,5 +120,5 @@ def test_the_process_serves_them(bare_exporter: Exporter, tmp_path: Path) -> Non
     bare_exporter.probes = folder
     bare_exporter.start()
     assert bare_exporter.scrape().get("llmfleet_probe_success") is None
-    write(folder, "router").touch()
+    write(folder, "router", at=time.clock_gettime(time.CLOCK_BOOTTIME))
     assert bare_exporter.scrape().get("llmfleet_probe_success", instance_name="router") == 1

@@ -222,13 +222,16 @@ def test_files_of_a_success_and_of_what_followed(
 ) -> None:
     router.routes[CHAT] = stream(*WHOLE)
     monkeypatch.setattr(time, "time", lambda: 1700.5)
+    begun = time.clock_gettime(time.CLOCK_BOOTTIME)
     assert probe.main(arguments(router, tmp_path)) == 0
     told = json.loads((tmp_path / "router.json").read_text())
     first, duration = told.pop("first_token_seconds"), told.pop("duration_seconds")
     assert 0 < first <= duration
     success = {"reason": "ok", "detail": "", "success": True, "at": 1700.5, "last_success": 1700.5}
     assert told == {"instance_name": "router", "group": "main", "url": router.url, **success}
-    assert series(tmp_path) == {
+    found = series(tmp_path)
+    assert begun + duration <= found.pop("ended_since_boot_seconds") <= time.clock_gettime(time.CLOCK_BOOTTIME)
+    assert found == {
         "success": 1,
         "reasonok": 1,
         "first_token_seconds": pytest.approx(first),

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -265,6 +268,40 @@ def test_a_build_that_fails_leaves_only_its_log(tmp_path: Path, monkeypatch: pyt
     assert caught.value.tail.splitlines()[-2:] == ["no room", "exit status 3"]
     assert not Path(wanted.path).exists()
     assert "no room" in Path(wanted.log).read_text()
+
+
+def test_a_full_disk_is_told_and_leaves_only_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_release: Release) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    usage = shutil.disk_usage(tmp_path)._replace(free=3 * 1024**2 + 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage)
+    monkeypatch.setattr(_release, "_write_sources", full)
+    wanted = release(tmp_path)
+    with pytest.raises(
+        BuildError, match=r"write the release failed; .*abc\.build\.log, whose disk had 3 MiB left"
+    ) as caught:
+        build(wanted)
+    assert "No space left on device" in caught.value.tail
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "abc.build.log"]
+
+
+def test_everything_is_on_the_disk_before_the_manifest_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[tuple[list[str], bool]] = []
+
+    def run(command: list[str], **_options: object) -> subprocess.CompletedProcess[str]:
+        done.append((command, (tmp_path / "abc/manifest.json").exists()))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(_release, "steps", lambda _wanted: [("install", ["install"])])
+    build(release(tmp_path, checks=[Check("check", ["check"])]))
+    assert done == [
+        (["install"], False),
+        (["check"], False),
+        (["sync", "--file-system", str(tmp_path / "abc")], False),
+    ]
+    assert is_complete(str(tmp_path / "abc"))
 
 
 def test_a_program_that_is_missing_is_a_failed_step(tmp_path: Path) -> None:
