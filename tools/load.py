@@ -33,7 +33,7 @@ def measure(host: str, arguments: str, meanwhile: Callable[[], None]) -> dict[st
     """What the program on the host has found. ``meanwhile`` is called when the load has begun; then it is told to end
     where it waits for that."""
     if problem := on_host.copy_programs(host):
-        raise demo.DemoError(f"{problem}. Run `make demo` first.")
+        raise demo.DemoError(f"{problem}. It has to be up and deployed, see `tools/load --help`.")
     command = on_host.line(host, f"python3 {on_host.TESTS}/load/overload.py {arguments}")
     last = ""
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
@@ -135,13 +135,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="tools/load", description="Load a deployment with twice its capacity.")
     parser.add_argument("--minutes", type=float, default=10, help="of load; a rollout lasts as long as it lasts")
     parser.add_argument("--rollout", action="store_true", help="two PD groups that are changed meanwhile")
+    parser.add_argument("--deployed", action="store_true", help="with --rollout: by a run before, so not again")
     parser.add_argument("--output", type=Path, help="JSON with all figures")
     options = parser.parse_args()
     os.environ["PATH"] = f"{cache_dir() / 'venv' / 'bin'}:{os.environ['PATH']}"
     told = f"--minutes {options.minutes:g}"
     try:
         if options.rollout:
-            deploy()
+            if not options.deployed:
+                deploy()
             rollout = Rollout()
             result = measure(HOST, f"--port {GATEWAY} --until-told", rollout)
             result["play"] = {"command": " ".join(rollout.command), **rollout.found}
