@@ -10,23 +10,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tools import ROOT
+from tools import on_host
 from tools.demo import HOST
 
-PROGRAM = ROOT / "tests" / "faults" / "inject.py"
+PROGRAM = f"python3 {on_host.TESTS}/faults/inject.py"
 COLUMNS = ("whole", "refused", "failed", "broken")
-
-
-def on_host(command: str, text: str = "") -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "testbed", "ssh", HOST, "--", command]
-    return subprocess.run(line, input=text, cwd=ROOT, check=False, capture_output=True, text=True)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -46,11 +40,10 @@ def main() -> int:
     parser.add_argument("--only", metavar="FAULT[,FAULT...]", help="these faults; all, when it is not given")
     parser.add_argument("--output", type=Path, help="JSON with a row for each fault; rows in it are not run again")
     options = parser.parse_args()
-    copied = on_host("cat > /root/inject.py && python3 /root/inject.py --list", PROGRAM.read_text(encoding="utf-8"))
-    if copied.returncode != 0:
-        print(f"{HOST} cannot be asked: {copied.stderr.strip()}\nRun `make demo` first.", file=sys.stderr)
+    if problem := on_host.copy_programs(HOST):
+        print(f"{problem}\nRun `make demo` first.", file=sys.stderr)
         return 2
-    known = copied.stdout.split()
+    known = on_host.run(HOST, f"{PROGRAM} --list").stdout.split()
     wanted = options.only.split(",") if options.only else known
     if unknown := [name for name in wanted if name not in known]:
         print(f"unknown: {', '.join(unknown)}; expected some of {', '.join(known)}", file=sys.stderr)
@@ -63,7 +56,7 @@ def main() -> int:
     for number, name in enumerate(wanted, 1):
         print(f"[{number}/{len(wanted)}] {name} ", end="", flush=True)
         begin = time.monotonic()
-        ran = on_host(f"python3 /root/inject.py --fault {name}")
+        ran = on_host.run(HOST, f"{PROGRAM} --fault {name}")
         try:
             row = json.loads(ran.stdout.splitlines()[-1])
         except (IndexError, ValueError):
@@ -76,7 +69,7 @@ def main() -> int:
         told = "; ".join(broken) or "as expected"
         print(f"{told} ({time.monotonic() - begin:.0f} s) {row['outcomes']}", flush=True)
         if options.output:
-            kept = {"command": "tools/faults", "columns": "tests/faults/inject.py", "rows": rows}
+            kept = {"command": "tools/faults", "columns": "tests/on_host/clients.py", "rows": rows}
             options.output.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     print(f"\n{table(rows)}\n\n{len(wanted) - failed} as expected, {failed} not")
     return 1 if failed else 0

@@ -189,8 +189,11 @@ def router_argv(
 ) -> list[str]:
     """``smg launch`` for one PD group: its workers from the whole inventory, in a fixed order; ``admission`` are the
     flags of its part of the group's admission."""
+    servers = {role: group_members(fleet, instance.group, role) for role in ENGINE_ROLES}
+    router = _engine.ROUTERS[wants["plan_router_version"]]
     flags = {
-        **_engine.ROUTERS[wants["plan_router_version"]].flags,
+        **router.flags,
+        **(router.pair_flags if all(len(members) == 1 for members in servers.values()) else {}),
         **admission,
         **wants["plan_router_args"],
         **instance.args,
@@ -200,8 +203,8 @@ def router_argv(
         "prometheus-port": instance.metrics_port,
     }
     workers: list[str] = []
-    for role in ENGINE_ROLES:
-        for member in group_members(fleet, instance.group, role):
+    for role, members in servers.items():
+        for member in members:
             workers += [f"--{role}", url(member, wants.host)]
             if role == "prefill":
                 workers.append(str(member[1].bootstrap_port))

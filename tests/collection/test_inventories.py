@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inventories that the collection ships are sound: every host of each is planned without a refusal."""
+"""Inventories are sound, those that ship and that of the load: every host of each is planned without a refusal."""
 
 from __future__ import annotations
 
@@ -24,21 +24,25 @@ PLAYBOOK = """
         plans: |
           {% for host in groups['sglang'] %}
           {{ host | to_json }}: {{ hostvars | llmfleet.sglang.plan(
-            host, groups['sglang'], manifest, monitor=groups['monitoring'][0]) | to_json }}
+            host, groups['sglang'], manifest, monitor=groups['monitoring'] | first | default(none)) | to_json }}
           {% endfor %}
 """
 
 
-@pytest.mark.parametrize(("name", "hosts"), [("prod", 2), ("demo", 1)])
-def test_an_inventory_is_planned_without_refusal(name: str, hosts: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("inventory", "hosts", "groups"),
+    [("inventories/prod", 2, 1), ("inventories/demo", 1, 1), ("tests/load/inventory", 1, 2)],
+)
+def test_an_inventory_is_planned_without_refusal(inventory: str, hosts: int, groups: int, tmp_path: Path) -> None:
     playbook, result = tmp_path / "plan.yml", tmp_path / "plans.json"
     playbook.write_text(PLAYBOOK)
     extra = json.dumps({"result": str(result), "root": str(ROOT)})
-    command = ["ansible-playbook", str(playbook), "-i", f"inventories/{name}", "-e", extra]
+    command = ["ansible-playbook", str(playbook), "-i", inventory, "-e", extra]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     plans = json.loads(result.read_text())
     assert len(plans) == hosts
     for plan in plans.values():
         assert plan["refusals"] == []
-        assert sorted(entry["role"] for entry in plan["instances"]) == ["decode", "prefill", "router"]
+        roles = [entry["role"] for entry in plan["instances"]]
+        assert sorted(roles) == sorted(["decode", "prefill", "router"] * groups)

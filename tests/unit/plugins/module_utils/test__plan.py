@@ -260,6 +260,36 @@ def test_timeouts_out_of_order_are_refused() -> None:
     assert made["instances"] == []
 
 
+@pytest.mark.parametrize(
+    ("instances", "by_hand", "policy"),
+    [
+        ((prefill(), decode(), router()), {}, "round_robin"),
+        ((prefill(), decode(), router()), {"policy": "cache_aware"}, "cache_aware"),
+        (
+            (
+                prefill(gpus=[0, 1]),
+                prefill(name="prefill2", port=30004, bootstrap_port=8999, gpus=[2, 3]),
+                decode(),
+                router(),
+            ),
+            {},
+            "cache_aware",
+        ),
+        (
+            (prefill(), decode(gpus=[4, 5]), decode(name="decode2", port=30004, gpus=[6, 7]), router()),
+            {},
+            "cache_aware",
+        ),
+    ],
+)
+def test_a_router_keeps_prompts_only_where_it_has_a_choice(
+    instances: tuple[dict[str, Any], ...], by_hand: dict[str, str], policy: str
+) -> None:
+    made = plan({HOST: variables(*instances, plan_router_args=by_hand)})
+    assert made["refusals"] == []
+    assert option(instance(made, "router")["argv"], "--policy") == policy
+
+
 def test_retries_are_refused_unless_named() -> None:
     flags = {"disable-retries": "false"}
     assert codes(plan({HOST: variables(plan_router_args=flags)})) == ["router_safeguard"]
