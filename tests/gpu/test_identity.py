@@ -16,13 +16,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import start
 
+torch = pytest.importorskip("torch")
 pytest.importorskip("pynvml")
-
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "files/lifecycle"), str(ROOT / "plugins/module_utils")]
-
-import start  # noqa: E402
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
 
 CGROUPS = Path("/sys/fs/cgroup")
 UNIT = "llmfleet-identity-test.service"
