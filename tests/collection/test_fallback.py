@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +11,8 @@ from typing import Any
 
 import pytest
 import yaml
+from plays import ansible_playbook
 
-ROOT = Path(__file__).parents[2]
-ROLE = ROOT / "roles" / "rollout"
 WHOLE: dict[str, Any] = {
     "name": "whole",
     "role": "server",
@@ -57,19 +55,7 @@ def play(folder: Path, tasks: list[dict[str, Any]], **variables: Any) -> subproc
     (folder / "play.yml").write_text(yaml.safe_dump([content]))
     (folder / "hosts.yml").write_text(yaml.safe_dump({"all": {"children": {"sglang": {"hosts": {"here": {}}}}}}))
     extra = {"ansible_python_interpreter": sys.executable, **variables}
-    return subprocess.run(
-        ["ansible-playbook", str(folder / "play.yml"), "-i", str(folder / "hosts.yml"), "-e", json.dumps(extra)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={
-            **os.environ,
-            "PATH": f"{folder}:{os.environ['PATH']}",
-            "ANSIBLE_FORCE_COLOR": "false",
-            "ANSIBLE_NOCOLOR": "true",
-        },
-    )
+    return ansible_playbook(folder / "play.yml", str(folder / "hosts.yml"), "-e", json.dumps(extra), path=str(folder))
 
 
 def role(file: str, **variables: Any) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,12 +13,15 @@ from typing import Any
 
 import pytest
 import yaml
+from plays import ansible_playbook
 
 ROOT = Path(__file__).parents[2]
 ROLES = ROOT / "roles"
 KEYS = ["QZfleetQZownQZkeyQZ", "QZkeyQZofQZclientsQZ"]
 # What has a key in it, or makes one readable.
 SECRET = re.compile(r"plan_api_keys|llmfleet\.sglang\.(authorization|credential)\b|/etc/llmfleet/credentials/\{\{")
+# What of a task or a play has tasks of its own.
+PARTS = ("block", "rescue", "always", "tasks", "pre_tasks", "post_tasks")
 FILES = {
     "instance.service.j2": "{{ item.unit }}",
     "probe.service.j2": "probe-{{ item.unit }}",
@@ -53,13 +55,12 @@ def tasks(node: Any) -> Iterator[dict[str, Any]]:
     for entry in node if isinstance(node, list) else []:
         if isinstance(entry, dict):
             yield entry
-            for part in ("block", "rescue", "always", "tasks", "pre_tasks", "post_tasks"):
+            for part in PARTS:
                 yield from tasks(entry.get(part))
 
 
 def own(task: dict[str, Any]) -> str:
-    parts = ("block", "rescue", "always", "tasks", "pre_tasks", "post_tasks")
-    return json.dumps({name: value for name, value in task.items() if name not in parts})
+    return json.dumps({name: value for name, value in task.items() if name not in PARTS})
 
 
 @pytest.fixture(scope="module")
@@ -88,15 +89,8 @@ def rendered(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, s
 """
     (folder / "play.yml").write_text(play)
     (folder / "keys.json").write_text(json.dumps({"plan_api_keys": KEYS, "ansible_python_interpreter": sys.executable}))
-    command = ["ansible-playbook", str(folder / "play.yml"), "-i", "inventories/prod", "-vvv", "--diff"]
-    done = subprocess.run(
-        [*command, "-e", f"@{folder}/keys.json"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "ANSIBLE_NOCOLOR": "true", "ANSIBLE_FORCE_COLOR": "false"},
-    )
+    talkative = ("-vvv", "--diff", "-e", f"@{folder}/keys.json")
+    done = ansible_playbook(folder / "play.yml", "inventories/prod", *talkative)
     assert done.returncode == 0, done.stdout
     assert all(
         (folder / file).read_text().split() == KEYS for file in os.listdir(folder) if file.endswith("credential")
