@@ -104,6 +104,18 @@ def stages() -> list[Stage]:
             beside=True,
         ),
         Stage(
+            "molecule-upgrade",
+            "to the other engine version and back, on the host of molecule-default",
+            [["molecule", "test", "-s", "upgrade"]],
+            full=True,
+        ),
+        Stage(
+            "molecule-gateway",
+            "PD groups behind a gateway, a play that dies, and the fallback, on the host of molecule-rollout",
+            [["molecule", "test", "-s", "gateway"]],
+            full=True,
+        ),
+        Stage(
             "molecule-topologies",
             "PD groups over several hosts, IPv6, several routers, --limit, on three nspawn hosts",
             [["molecule", "test", "-s", "topologies"]],
