@@ -21,7 +21,7 @@ options:
     type: path
     required: true
   files:
-    description: Contents by file name, without folders in the name.
+    description: Contents by file name, without folders in the name. They are not logged.
     type: dict
     required: true
 attributes:
@@ -56,7 +56,11 @@ from ansible_collections.llmfleet.sglang.plugins.module_utils import _text_files
 
 def main() -> None:
     module = AnsibleModule(
-        argument_spec={"path": {"type": "path", "required": True}, "files": {"type": "dict", "required": True}},
+        argument_spec={
+            "path": {"type": "path", "required": True},
+            # Modules log what they are given to the journal, which has no use for whole programs.
+            "files": {"type": "dict", "required": True, "no_log": True},
+        },
         supports_check_mode=True,
     )
     path, files = module.params["path"], module.params["files"]
