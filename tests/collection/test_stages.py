@@ -39,7 +39,7 @@ def test_chosen_stages_keep_their_order(only: str | None, start: str | None, exp
     assert "".join(stage.name for stage in stages.chosen(ALL, only, start)) == expected
 
 
-FULL = ["fresh", "molecule-topologies", "molecule-outage", "molecule-power"]
+FULL = ["fresh", *(f"molecule-{name}" for name in ("upgrade", "gateway", "topologies", "outage", "power"))]
 WITH_FULL = [*ALL, Stage("d", "", [["d"]], full=True)]
 
 
