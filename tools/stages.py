@@ -85,55 +85,31 @@ def stages() -> list[Stage]:
             [[*python, "-m", "tools.collection"], ["pytest", "-q", "tests/collection"]],
         ),
         Stage("fresh", "set-up and unit tests on a host on which nothing was installed", [["tools/fresh"]], full=True),
-        Stage(
-            "molecule-default",
-            "the whole slice on an nspawn host",
-            [["molecule", "test", "-s", "default"]],
-            beside=True,
-        ),
-        Stage(
-            "molecule-rollout",
-            "PD groups changed one by one and brought back, on an nspawn host",
-            [["molecule", "test", "-s", "rollout"]],
-            beside=True,
-        ),
-        Stage(
-            "molecule-numa",
-            "topology and binding on a virtual machine",
-            [["molecule", "test", "-s", "numa"]],
-            beside=True,
-        ),
-        Stage(
-            "molecule-upgrade",
-            "to the other engine version and back, on the host of molecule-default",
-            [["molecule", "test", "-s", "upgrade"]],
-            full=True,
-        ),
-        Stage(
-            "molecule-gateway",
+        _scenario("default", "the whole slice on an nspawn host", beside=True),
+        _scenario("rollout", "PD groups changed one by one and brought back, on an nspawn host", beside=True),
+        _scenario("numa", "topology and binding on a virtual machine", beside=True),
+        _scenario("upgrade", "to the other engine version and back, on the host of molecule-default", full=True),
+        _scenario(
+            "gateway",
             "PD groups behind a gateway, a play that dies, and the fallback, on the host of molecule-rollout",
-            [["molecule", "test", "-s", "gateway"]],
             full=True,
         ),
-        Stage(
-            "molecule-topologies",
+        _scenario(
+            "topologies",
             "PD groups over several hosts, IPv6, several routers, --limit, on three nspawn hosts",
-            [["molecule", "test", "-s", "topologies"]],
             full=True,
         ),
-        Stage(
-            "molecule-outage",
+        _scenario(
+            "outage",
             "a host that is cut off, starts anew or has a full disk in the middle of plays, on an nspawn host",
-            [["molecule", "test", "-s", "outage"]],
             full=True,
         ),
-        Stage(
-            "molecule-power",
-            "reboot, power cut and a clock that is set, on a virtual machine",
-            [["molecule", "test", "-s", "power"]],
-            full=True,
-        ),
+        _scenario("power", "reboot, power cut and a clock that is set, on a virtual machine", full=True),
     ]
+
+
+def _scenario(name: str, about: str, *, beside: bool = False, full: bool = False) -> Stage:
+    return Stage(f"molecule-{name}", about, [["molecule", "test", "-s", name]], beside=beside, full=full)
 
 
 def _typed() -> list[str]:

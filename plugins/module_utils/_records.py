@@ -20,6 +20,8 @@ import stat
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ansible_collections.llmfleet.sglang.plugins.module_utils._text_files import write_out
+
 LINKS = ("good", "previous")
 RECORD = "record.json"
 
@@ -27,15 +29,6 @@ RECORD = "record.json"
 def _read(path: str) -> bytes:
     with open(path, "rb") as stream:
         return stream.read()
-
-
-def _write(path: str, data: bytes, mode: int) -> None:
-    """A file with exactly this mode from its first byte on, written out before anything may name it."""
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as stream:
-        os.fchmod(stream.fileno(), mode)
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
 
 
 def _link(folder: str, name: str, target: str) -> None:
@@ -86,8 +79,8 @@ def keep(folder: str, record: Mapping[str, Any], files: Sequence[str], dry: bool
         for path, data in contents.items():
             copy = os.path.join(unfinished, "files", path.lstrip("/"))
             os.makedirs(os.path.dirname(copy), exist_ok=True)
-            _write(copy, data, stat.S_IMODE(os.stat(path).st_mode))
-        _write(os.path.join(unfinished, RECORD), json.dumps(record, sort_keys=True, indent=1).encode(), 0o600)
+            write_out(copy, data, stat.S_IMODE(os.stat(path).st_mode))
+        write_out(os.path.join(unfinished, RECORD), json.dumps(record, sort_keys=True, indent=1).encode(), 0o600)
         os.rename(unfinished, whole)
     before = load(folder)["good"]
     if before is not None and before.get("id") != record.get("id"):
@@ -119,7 +112,7 @@ def restore(folder: str, name: str, absent: Sequence[str] = (), dry: bool = Fals
                 continue
             changed.append(path)
             if not dry:
-                _write(f"{path}.restored", data, mode)
+                write_out(f"{path}.restored", data, mode)
                 os.rename(f"{path}.restored", path)
     for path in absent:
         if path not in held and os.path.lexists(path):

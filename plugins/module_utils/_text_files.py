@@ -68,9 +68,14 @@ def _make(folder: str) -> None:
 
 def _replace(path: str, content: str) -> None:
     partial = f"{path}.partial"
-    with open(partial, "wb") as file:
-        file.write(content.encode())
-        os.fchmod(file.fileno(), FILE_MODE)
-        file.flush()
-        os.fsync(file.fileno())
+    write_out(partial, content.encode(), FILE_MODE)
     os.replace(partial, path)
+
+
+def write_out(path: str, data: bytes, mode: int) -> None:
+    """A file with exactly this mode from its first byte on, written out before anything may name it."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as stream:
+        os.fchmod(stream.fileno(), mode)
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
